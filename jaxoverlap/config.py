@@ -1,0 +1,168 @@
+"""EngineConfig: every setting of the engine, validated once. Flags and environment variables derive from its fields.
+
+Field names are SGLang's server arguments where it has one. Precedence: argument or flag, then `JAXOVERLAP_<FIELD>`,
+then the default here. Imports no jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+ENV_PREFIX = "JAXOVERLAP_"
+OTHER_VARIABLES = {"JAXOVERLAP_CACHE_DIR"}  # read elsewhere (paths.py)
+SchedulePolicy = Literal["fcfs", "lpm", "lof", "dfs-weight", "random"]
+
+
+def setting(default: Any, about: str, flag: bool = True) -> Any:
+    """`flag=False`: not offered on the command line and in the environment yet."""
+    return dataclasses.field(default=default, metadata={"about": about, "flag": flag})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Raises ValueError naming the field and its limit. Lengths and totals are in tokens."""
+
+    model_path: str = setting("smollm2-135m", "demo model name, 'checksum', or a Hugging Face directory")
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "compute and KV dtype; auto: float32 on CPU, else the checkpoint's"
+    )
+    context_length: int | None = setting(None, "longest prompt + completion; default: the model's")
+    max_running_requests: int = setting(16, "request slots")
+    max_total_tokens: int | None = setting(None, "KV pool in tokens; default: what the device's memory allows")
+    mem_fraction_static: float = setting(0.9, "share of a GPU's memory for weights and KV pool")
+    page_size: int = setting(1, "tokens in a KV page")
+    chunked_prefill_size: int = setting(512, "longest prefill in one step; -1: no chunking")
+    max_prefill_tokens: int = setting(16384, "prompt tokens admitted to one prefill batch")
+    schedule_policy: SchedulePolicy = setting("fcfs", "order of the waiting queue")
+    schedule_conservativeness: float = setting(1.0, "scales the share of output tokens reserved at admission")
+    enable_mixed_chunk: bool = setting(False, "decode rows join prefill batches")
+    disable_radix_cache: bool = setting(False, "no prefix reuse")
+    disable_overlap_schedule: bool = setting(False, "event_loop_normal instead of event_loop_overlap")
+    disable_consecutive_prefill_overlap: bool = setting(
+        False, "handle a prefill's result before launching the next prefill (SGLang's environment switch)"
+    )
+    stream_interval: int = setting(1, "completion tokens between streamed pieces")
+    random_seed: int | None = setting(None, "seed of unseeded requests; default: fresh each run")
+    init_new_token_ratio: float = setting(0.7, "share of a request's output cap reserved at admission")
+    min_new_token_ratio_factor: float = setting(0.14, "lowest ratio as a share of the initial one")
+    new_token_ratio_decay_steps: int = setting(600, "decode turns from the initial to the lowest ratio")
+    retract_decode_steps: int = setting(20, "decode steps freed ahead for the rows that survive a retraction")
+    clip_max_new_tokens: int = setting(4096, "cap on the output estimate at admission")
+    enable_priority_scheduling: bool = setting(False, "requests carry priorities")
+    schedule_low_priority_values_first: bool = setting(False, "lower priority values go first")
+    priority_scheduling_preemption_threshold: int = setting(10, "priority lead that preempts a running request")
+    disable_priority_preemption: bool = setting(False, "priorities order the queue only")
+    strict_aliasing: bool = setting(True, "overlap decision on SGLang's live batch objects; False: on snapshots")
+    overrun: Literal["sglang", "skip-known"] = setting(
+        "sglang", "skip-known: no step for a request whose length limit is already known to be reached"
+    )
+    finish_order: Literal["sglang", "stop-first"] = setting(
+        "sglang", "stop-first: a stop at the cap is reported as a stop"
+    )
+    audit: bool = setting(False, "check pages, slots and locks after every turn (debug)")
+    poison_future_map: bool = setting(False, "poison FutureMap rows and check every gather (debug)")
+    kernels: Literal["auto", "pallas", "xla", "interpret"] = setting(
+        "auto", "implementation of the kernels; auto: the platform's default"
+    )
+    skip_warmup: bool = setting(False, "compile on first use instead of before the first request")
+
+    dp_size: int = setting(1, "data-parallel ranks", flag=False)
+    speculative_num_steps: int = setting(0, "draft steps; 0: no speculation", flag=False)
+    speculative_eagle_topk: int = setting(1, "branches of a draft tree", flag=False)
+    speculative_num_draft_tokens: int = setting(0, "tokens scored by one verify step", flag=False)
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for f in dataclasses.fields(self):
+            object.__setattr__(self, f.name, _checked(f.name, getattr(self, f.name), hints[f.name]))
+        positive = ("context_length", "max_running_requests", "max_total_tokens", "page_size", "max_prefill_tokens")
+        positive += ("stream_interval", "new_token_ratio_decay_steps", "retract_decode_steps", "dp_size")
+        for name in (*positive, "clip_max_new_tokens", "speculative_eagle_topk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        for name in ("init_new_token_ratio", "min_new_token_ratio_factor", "mem_fraction_static"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
+        if self.schedule_conservativeness <= 0:
+            raise ValueError(f"schedule_conservativeness must be above 0, not {self.schedule_conservativeness}")
+        if self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
+            raise ValueError(f"chunked_prefill_size must be -1 or at least 1, not {self.chunked_prefill_size}")
+        if self.chunked_prefill_size > 0 and self.chunked_prefill_size % self.page_size:
+            raise ValueError(
+                f"chunked_prefill_size {self.chunked_prefill_size} must be a multiple of page_size {self.page_size}"
+            )
+        if self.max_total_tokens is not None and self.max_total_tokens % self.page_size:
+            raise ValueError(f"max_total_tokens {self.max_total_tokens} must be a multiple of page_size {self.page_size}")
+        if self.enable_mixed_chunk and self.chunked_prefill_size == -1:
+            raise ValueError("enable_mixed_chunk needs chunked_prefill_size")
+        if self.random_seed is not None and not 0 <= self.random_seed < 1 << 32:
+            raise ValueError(f"random_seed must be at least 0 and below 2**32, not {self.random_seed}")
+        if self.speculative_eagle_topk != 1:
+            raise ValueError(f"speculative_eagle_topk must be 1 (chains), not {self.speculative_eagle_topk}")
+
+    @classmethod
+    def from_sources(cls, given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> EngineConfig:
+        """`given` over the environment over the defaults. Raises ValueError naming an unknown field or variable."""
+        env = os.environ if environ is None else environ
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        for name in given:
+            if name not in known:
+                raise ValueError(f"unknown setting {name!r}; known: {', '.join(known)}")
+        values: dict[str, Any] = {}
+        hints = typing.get_type_hints(cls)
+        for variable, text in env.items():
+            if not variable.startswith(ENV_PREFIX) or variable in OTHER_VARIABLES:
+                continue
+            name = variable[len(ENV_PREFIX) :].lower()
+            if name not in known or not known[name].metadata["flag"]:
+                raise ValueError(f"unknown environment variable {variable}; it matches no setting")
+            try:
+                values[name] = parse(text, hints[name])
+            except ValueError as e:
+                raise ValueError(f"environment variable {variable}: {e}") from None
+        return cls(**{**values, **given})
+
+
+def parse(text: str, hint: Any) -> Any:
+    """A flag's or variable's text as the field's type. Raises ValueError saying what is allowed."""
+    if typing.get_origin(hint) is types.UnionType:
+        if text.lower() == "none":
+            return None
+        return parse(text, next(a for a in typing.get_args(hint) if a is not type(None)))
+    if typing.get_origin(hint) is Literal:
+        if text not in typing.get_args(hint):
+            raise ValueError(f"{text!r} is none of {', '.join(typing.get_args(hint))}")
+        return text
+    if hint is bool:
+        if text.lower() not in ("1", "true", "0", "false"):
+            raise ValueError(f"{text!r} is none of 1, true, 0, false")
+        return text.lower() in ("1", "true")
+    if hint is str:
+        return text
+    try:
+        return hint(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no {hint.__name__}") from None
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    if typing.get_origin(hint) is types.UnionType:
+        if value is None:
+            return None
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    if typing.get_origin(hint) is Literal:
+        if value not in typing.get_args(hint):
+            raise ValueError(f"{name} must be one of {', '.join(typing.get_args(hint))}, not {value!r}")
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise ValueError(f"{name} must be a {hint.__name__}, not {value!r}")
+    return value

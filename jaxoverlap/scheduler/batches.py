@@ -1,0 +1,51 @@
+"""What can be done to a Batch: make, filter, merge. Fields are replaced, never written into."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxoverlap.core import Batch, ForwardMode, Request
+from jaxoverlap.memory.slots import SlotTable
+
+
+def empty_batch(is_full: bool = False) -> Batch:
+    """The running batch when nothing runs."""
+    return _batch(ForwardMode.DECODE, is_full=is_full)
+
+
+def idle_batch() -> Batch:
+    """A DP rank's part in a step of the others."""
+    return _batch(ForwardMode.IDLE)
+
+
+def _batch(mode: ForwardMode, is_full: bool = False) -> Batch:
+    none = np.empty(0, np.int32)
+    return Batch(mode, [], none, np.empty(0, np.int64), none, is_full=is_full)
+
+
+def keep_rows(batch: Batch, rows: np.ndarray) -> None:
+    """`rows`: indices int [n] of the rows that stay, in the order in which they stay."""
+    batch.requests = [batch.requests[i] for i in rows]
+    batch.slots, batch.epochs, batch.seq_lens = batch.slots[rows], batch.epochs[rows], batch.seq_lens[rows]
+    batch.has_grammar = batch.has_grammar and any(r.grammar is not None for r in batch.requests)
+    batch.return_logprob = batch.return_logprob and any(r.return_logprob for r in batch.requests)
+
+
+def drop_finished(table: SlotTable, batch: Batch, exclude: tuple[Request | None, ...] = ()) -> None:
+    """Drops rows whose request has left its slot, and those of `exclude`."""
+    stay = table.epoch[batch.slots] == batch.epochs
+    for request in exclude:
+        if request is not None and request in batch.requests:
+            stay[batch.requests.index(request)] = False
+    if not stay.all():
+        keep_rows(batch, np.flatnonzero(stay))
+
+
+def merge(batch: Batch, other: Batch) -> None:
+    """Appends `other`'s rows."""
+    batch.requests = batch.requests + other.requests
+    batch.slots = np.concatenate([batch.slots, other.slots])
+    batch.epochs = np.concatenate([batch.epochs, other.epochs])
+    batch.seq_lens = np.concatenate([batch.seq_lens, other.seq_lens])
+    batch.has_grammar |= other.has_grammar
+    batch.return_logprob |= other.return_logprob

@@ -1,0 +1,121 @@
+"""Who runs this turn (SGLang's get_next_batch_to_run): prefill first, else decode; with DP, in step with the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxoverlap.core import Batch, ForwardMode, Launch, Sync
+from jaxoverlap.scheduler import batches
+from jaxoverlap.scheduler.decode import update_running_batch
+from jaxoverlap.scheduler.grammar_queue import fill_masks
+from jaxoverlap.scheduler.intake import ABORTED, merge_last
+from jaxoverlap.scheduler.prefill import get_new_batch_prefill
+from jaxoverlap.scheduler.results import finish_without_result
+
+if TYPE_CHECKING:
+    from jaxoverlap.scheduler.scheduler import Scheduler
+
+Composing = Generator[Sync, Any, "Batch | None"]
+NUM_TOKENS, IS_EXTEND = 0, 3  # columns of the exchanged facts
+
+
+def get_next_batch_to_run(s: Scheduler) -> Composing:
+    abort_chunked(s)
+    if s.chunked is not None and s.chunked.extend_len:
+        stash_chunked(s)
+    if s.last_batch is not None and s.last_batch.mode.is_extend:
+        rows = len(s.last_batch)
+        batches.drop_finished(s.slots, s.last_batch, exclude=(s.chunked, s.last_batch.chunked))
+        if len(s.last_batch) < rows:
+            s.running_batch.is_full = False
+        merge_last(s)
+    if s.running_batch.is_prefill_only:
+        batches.drop_finished(s.slots, s.running_batch)
+        if not len(s.running_batch):
+            s.running_batch.is_full = False
+
+    batch = get_new_batch_prefill(s)
+    synced = False
+    if s.config.dp_size > 1 and s.is_speculative:
+        batch = yield from sync_batch(s, batch)
+        synced = batch is not None
+    if batch is None and len(s.running_batch) and not s.running_batch.is_prefill_only:
+        update_running_batch(s)
+        batch = s.running_batch if len(s.running_batch) else None
+    if s.config.dp_size > 1 and not synced:
+        batch = yield from sync_batch(s, batch)
+    return batch
+
+
+def abort_chunked(s: Scheduler) -> None:
+    """Carries out an abort that found its request in the middle of its prompt."""
+    if s.chunked_to_abort and s.chunked is not None:
+        s.kv.release(s.chunked, insert=False)
+        finish_without_result(s, s.chunked, ABORTED)
+        s.chunked = None
+    s.chunked_to_abort = False
+
+
+def stash_chunked(s: Scheduler) -> None:
+    """The chunk launched last goes into the tree now, before its result is known."""
+    assert s.chunked is not None
+    s.kv.cache_unfinished(s.chunked)
+    s.chunked.prefix_len += s.chunked.extend_len
+    s.chunked.extend_len = 0
+
+
+def sync_batch(s: Scheduler, batch: Batch | None) -> Composing:
+    """Tells the other ranks what this one composed, and writes their common picture on the batch. A rank without work
+    gets an idle batch when another has tokens."""
+    table = yield Sync(facts(batch))
+    if batch is None and table[:, NUM_TOKENS].max() > 0:
+        batch = batches.idle_batch()
+    if batch is not None:
+        batch.is_extend_in_batch = bool(table[:, IS_EXTEND].any())
+        batch.global_num_tokens = tuple(int(n) for n in table[:, NUM_TOKENS])
+    return batch
+
+
+def facts(batch: Batch | None) -> np.ndarray:
+    """int64 [7] in SGLang's order: tokens, tokens with logits, CUDA graph possible, extends, two-batch overlap
+    possible, mode, breakable CUDA graph possible."""
+    if batch is None:
+        return np.array([0, 0, 1, 0, 0, list(ForwardMode).index(ForwardMode.IDLE), 1], np.int64)
+    tokens = int(batch.extend_lens.sum()) if batch.extend_lens is not None else len(batch)
+    decodes = not batch.mode.is_extend
+    return np.array(
+        [tokens, len(batch), decodes, batch.mode.is_extend, 0, list(ForwardMode).index(batch.mode), decodes], np.int64
+    )
+
+
+def snapshot(s: Scheduler, batch: Batch) -> Launch:
+    """The batch as it is launched now. Takes the page-table entries that changed since the last launch along."""
+    s.counters.launches += 1
+    delay_sample = batch.has_grammar and not s.config.disable_overlap_schedule and not s.is_speculative
+    launch = Launch(
+        number=s.counters.launches,
+        mode=batch.mode,
+        requests=batch.requests,
+        slots=batch.slots,
+        epochs=batch.epochs,
+        seq_lens=batch.seq_lens,
+        extend_lens=batch.extend_lens,
+        prefix_lens=batch.prefix_lens,
+        input_ids=batch.input_ids,
+        num_decoding=batch.num_decoding,
+        page_writes=s.slots.take_page_writes(),
+        delay_sample=delay_sample,
+        chunked=batch.chunked,
+        return_logprob=batch.return_logprob,
+        is_prefill_only=batch.is_prefill_only,
+        is_extend_in_batch=batch.is_extend_in_batch,
+        global_num_tokens=batch.global_num_tokens,
+    )
+    if batch.has_grammar and not delay_sample:
+        launch = dataclasses.replace(launch, mask=fill_masks(s, launch))
+    s.last_launch = launch
+    return launch

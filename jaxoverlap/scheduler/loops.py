@@ -1,0 +1,66 @@
+"""The two event loops, side by side. Each function is one turn: a generator that yields what it needs and is answered
+by a driver (core.Turn), so that tests can turn it by hand and several ranks can be turned together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jaxoverlap.core import Sample, Turn, Wait
+from jaxoverlap.scheduler.compose import get_next_batch_to_run, snapshot
+from jaxoverlap.scheduler.grammar_queue import fill_masks
+from jaxoverlap.scheduler.idle import on_idle
+from jaxoverlap.scheduler.intake import process_input_requests
+from jaxoverlap.scheduler.overlap import is_disable_overlap_for_batch
+from jaxoverlap.scheduler.results import process_batch_result
+
+if TYPE_CHECKING:
+    from jaxoverlap.scheduler.scheduler import Scheduler
+
+
+def event_loop_normal(s: Scheduler) -> Turn:
+    yield from process_input_requests(s)
+    if s.is_paused:
+        return
+    batch = yield from get_next_batch_to_run(s)
+    s.cur_batch = batch
+    if batch is not None:
+        launch = snapshot(s, batch)
+        handle = yield launch
+        result = yield Wait(launch, handle)
+        process_batch_result(s, launch, result)
+    else:
+        on_idle(s)
+    s.last_batch = batch
+
+
+def event_loop_overlap(s: Scheduler) -> Turn:
+    yield from process_input_requests(s)
+    if s.is_paused:
+        return
+    batch = yield from get_next_batch_to_run(s)
+    s.cur_batch = batch
+    disable_overlap = is_disable_overlap_for_batch(s, batch)
+    if disable_overlap:
+        s.counters.overlap_disabled += 1
+        yield from pop_and_process(s)
+    if batch is not None:
+        launch = snapshot(s, batch)
+        handle = yield launch
+        s.result_queue.append((launch, handle))
+        s.note("push", launch.number)
+    if s.last_batch is not None:
+        if not disable_overlap:
+            yield from pop_and_process(s)
+    elif batch is None:
+        on_idle(s)
+    if batch is not None and launch.delay_sample:
+        yield Sample(launch, handle, fill_masks(s, launch))
+    s.last_batch = batch
+
+
+def pop_and_process(s: Scheduler) -> Turn:
+    """Handles the oldest result in flight; the one place of the overlap loop where the host waits for the device."""
+    launch, handle = s.result_queue.popleft()
+    s.note("pop", launch.number)
+    result = yield Wait(launch, handle)
+    process_batch_result(s, launch, result)

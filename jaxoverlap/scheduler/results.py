@@ -1,0 +1,162 @@
+"""What a step's result does to the books (SGLang's process_batch_result): one turn late with overlap on, so a row may
+have finished or been retracted meanwhile; such a row's token is dropped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxoverlap.core import FinishReason, ForwardMode, Launch, Request, StepResult
+from jaxoverlap.scheduler.finish import finish_reason
+from jaxoverlap.scheduler.stream import stream_output
+
+if TYPE_CHECKING:
+    from jaxoverlap.scheduler.scheduler import Scheduler
+
+
+def process_batch_result(s: Scheduler, launch: Launch, result: StepResult) -> None:
+    s.note("process", launch.number)
+    if launch.mode.is_extend:
+        told = process_extend(s, launch, result)
+    elif launch.mode is ForwardMode.IDLE:
+        told = np.empty(0, np.intp)
+    elif s.is_speculative:
+        told = process_verify(s, launch, result)
+    else:
+        told = process_decode(s, launch, result)
+    stream_output(s, launch, told)
+    s.processed()
+
+
+def is_live(s: Scheduler, launch: Launch) -> np.ndarray:
+    """bool [B]: the row's request still holds the slot that it was launched with."""
+    return s.slots.epoch[launch.slots] == launch.epochs
+
+
+def process_decode(s: Scheduler, launch: Launch, result: StepResult) -> np.ndarray:
+    rows = np.flatnonzero(is_live(s, launch))
+    if len(rows) < len(launch.requests):
+        drop_rows(s, launch, rows)
+    slots, tokens = launch.slots[rows], result.tokens[rows]
+    table = s.slots
+    table.append(slots, tokens, None if result.logprobs is None else result.logprobs[rows])
+    s.counters.output_tokens += len(rows)
+    if s.observer is not None:
+        for i, token in zip(rows, tokens):
+            s.observer.row("committed", launch.requests[i], [int(token)])
+    look = table.output_len[slots] >= table.max_new[slots]
+    look |= (table.stop_ids[slots] == tokens[:, None]).any(axis=1)
+    look |= table.by_hand[slots] | (tokens < 0) | (tokens >= s.vocab_size)
+    for i in np.flatnonzero(look):
+        check_finish(s, launch.requests[rows[i]], 1)
+    return np.arange(len(launch.requests))
+
+
+def process_extend(s: Scheduler, launch: Launch, result: StepResult) -> np.ndarray:
+    """Returns the rows that may be told: all but those in the middle of their prompt."""
+    live, told = is_live(s, launch), []
+    for i, r in enumerate(launch.requests):
+        if not live[i]:
+            r.middle_chunks = max(r.middle_chunks - 1, 0)
+            drop_row(s, r)
+            told.append(i)
+        elif r.middle_chunks > 0:
+            r.middle_chunks -= 1
+            if s.observer is not None:
+                s.observer.row("middle_chunk", r, [])
+        else:
+            commit_extend_row(s, launch, i, 0 if launch.is_prefill_only else int(result.tokens[i]), result)
+            told.append(i)
+    return np.array(told, np.intp)
+
+
+def commit_extend_row(s: Scheduler, launch: Launch, i: int, token: int, result: StepResult) -> None:
+    r, slot = launch.requests[i], launch.slots[i : i + 1]
+    logprobs = None if result.logprobs is None else result.logprobs[i : i + 1]
+    s.slots.append(slot, np.array([token], np.int32), logprobs)
+    s.counters.output_tokens += 1
+    if s.observer is not None:
+        s.observer.row("committed", r, [token])
+    check_finish(s, r, 1)
+    if not r.finished and i < launch.num_prefill:
+        s.kv.cache_unfinished(r)
+
+
+def process_verify(s: Scheduler, launch: Launch, result: StepResult) -> np.ndarray:
+    """Each row's accepted run. The grammar moves before the finish check, so that its end can finish the request."""
+    assert result.accept_lens is not None
+    live = is_live(s, launch)
+    drop_rows(s, launch, np.flatnonzero(live))
+    table = s.slots
+    for i in np.flatnonzero(live):
+        r, slot = launch.requests[i], launch.slots[i : i + 1]
+        table.verify_len[slot] = table.prompt_len[slot] + table.output_len[slot] - 1
+        run = [int(t) for t in result.tokens[i, : result.accept_lens[i]]]
+        if r.grammar is not None:
+            run = accept_run(r, run)
+        for j, token in enumerate(run):
+            logprobs = None if result.logprobs is None else result.logprobs[i, j : j + 1]
+            table.append(slot, np.array([token], np.int32), logprobs)
+        table.committed_len[slot] += len(run) - 1
+        s.counters.output_tokens += len(run)
+        if s.observer is not None:
+            s.observer.row("committed", r, run)
+        check_finish(s, r, len(run), grammar_done=True)
+    return np.arange(len(launch.requests))
+
+
+def accept_run(r: Request, run: list[int]) -> list[int]:
+    """Feeds the run to the grammar; cuts it where the grammar ends."""
+    assert r.grammar is not None
+    for j, token in enumerate(run):
+        if r.grammar.is_terminated():
+            return run[:j]
+        try:
+            r.grammar.accept_token(token)
+        except ValueError as e:
+            r.to_finish = FinishReason("abort", message=f"grammar refused token {token}: {e}", status_code=500)
+            return run[: j + 1]
+    return run
+
+
+def check_finish(s: Scheduler, r: Request, new_tokens: int, grammar_done: bool = False) -> None:
+    """Ends the request where its `new_tokens` last tokens say so; else its grammar, if any, takes the token."""
+    reason, length = finish_reason(s, r, new_tokens)
+    if r.grammar is not None and not grammar_done:
+        try:
+            if reason is None or not r.grammar.is_terminated():
+                r.grammar.accept_token(int(r.output_ids[-1]))
+        except ValueError as e:
+            if reason is None:
+                r.to_finish = FinishReason("abort", message=f"grammar refused a token: {e}", status_code=500)
+    if reason is None:
+        return
+    r.finish_reason, r.finished_len = reason, length
+    if s.observer is not None:
+        s.observer.row("finished", r, [])
+    s.kv.release(r, insert=True)
+    s.counters.finished += 1
+    s.counters.aborted += reason.type == "abort"
+
+
+def finish_without_result(s: Scheduler, r: Request, reason: FinishReason) -> None:
+    """Ends a request that is in no result to come, and tells its caller at once."""
+    r.finish_reason, r.finished_output = reason, True
+    r.finished_len = r.output_len
+    s.counters.finished += 1
+    s.counters.aborted += 1
+    if s.observer is not None:
+        s.observer.row("ended", r, [])
+    s.tell(r, r.shown_len, finished=True)
+
+
+def drop_rows(s: Scheduler, launch: Launch, live: np.ndarray) -> None:
+    for i in np.setdiff1d(np.arange(len(launch.requests)), live):
+        drop_row(s, launch.requests[i])
+
+
+def drop_row(s: Scheduler, r: Request) -> None:
+    s.counters.overrun_rows += 1
+    if s.observer is not None:
+        s.observer.row("dropped", r, [])

@@ -1,0 +1,171 @@
+"""The Scheduler: the state that the turns of the loop work on, and the doors through which requests come in."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.core import Batch, Launch, Output, Request, Turn
+from jaxoverlap.memory.kv_cache import KVCache
+from jaxoverlap.memory.slots import SlotTable
+from jaxoverlap.scheduler.audit import audit
+from jaxoverlap.scheduler.batches import empty_batch
+from jaxoverlap.scheduler.decode import NewTokenRatio
+from jaxoverlap.scheduler.grammar_queue import GrammarBackend, GrammarQueue
+from jaxoverlap.scheduler.intake import Abort, Flush, Operation, Pause, Resume, Submit
+from jaxoverlap.scheduler.loops import event_loop_normal, event_loop_overlap
+from jaxoverlap.scheduler.policy import make_policy
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start. `last_result` is time.monotonic() of the newest handled result (liveness)."""
+
+    turns: int = 0
+    launches: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    retracted: int = 0
+    overrun_rows: int = 0
+    overlap_disabled: int = 0
+    last_result: float = 0.0
+
+
+class Observer(Protocol):
+    """Hears what a turn does, as it happens; for traces and replays."""
+
+    def note(self, event: str, number: int | None) -> None: ...
+
+    def row(self, event: str, request: Request, tokens: list[int]) -> None: ...
+
+
+class Scheduler:
+    """One rank's scheduler. `submit`, `abort`, `pause`, `resume` and `flush_cache` may be called from any thread; they
+    take effect at the start of the next turn. Everything else belongs to the thread that turns the loop.
+
+    `decode` turns token ids into text (stop strings need it); `grammar_backend` compiles grammars (without one, a
+    request with a grammar must not be submitted).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        max_total_tokens: int,
+        context_length: int,
+        vocab_size: int,
+        decode: Callable[[np.ndarray], str] | None = None,
+        grammar_backend: GrammarBackend | None = None,
+        rank: int = 0,
+        observer: Observer | None = None,
+    ) -> None:
+        self.config = config
+        self.context_length = context_length
+        self.max_total_tokens = max_total_tokens // config.page_size * config.page_size
+        self.vocab_size = vocab_size
+        self.decode = decode
+        self.rank = rank
+        self.observer = observer
+        self.is_speculative = config.speculative_num_draft_tokens > 0
+        self.reserve = 2 * max(config.speculative_num_steps, config.speculative_num_draft_tokens)
+
+        self.slots = SlotTable(
+            config.max_running_requests, context_length, config.page_size, slack=2 * self.reserve if self.is_speculative else 0
+        )
+        self.kv = KVCache(
+            self.slots,
+            self.max_total_tokens,
+            prefix_cache=not config.disable_radix_cache,
+            bigram=self.is_speculative,
+        )
+        self.new_token_ratio = NewTokenRatio(config)
+        self.policy = make_policy(config, self.kv)
+        self.grammars = GrammarQueue(grammar_backend)
+
+        self.inbox: deque[Operation] = deque()
+        self.outputs: deque[Output] = deque()
+        self.waiting: deque[Request] = deque()
+        self.running_batch: Batch = empty_batch()
+        self.last_batch: Batch | None = None
+        self.cur_batch: Batch | None = None
+        self.last_launch: Launch | None = None
+        self.chunked: Request | None = None
+        self.chunked_to_abort = False
+        self.result_queue: deque[tuple[Launch, Any]] = deque()
+        self.is_paused = False
+        self.arrivals = 0
+        self.counters = Counters()
+
+    def submit(self, request: Request) -> None:
+        """`request` is valid: known ids, a prompt within `max_prompt_len`, a unique rid."""
+        self.inbox.append(Submit(request))
+
+    def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
+        """Ends every request whose id starts with `rid`, wherever it is. Unknown ids are no error."""
+        self.inbox.append(Abort(rid, abort_all))
+
+    def pause(self, mode: str) -> None:
+        """`mode` is SGLang's: "in_place", "retract" or "abort" (which flushes the loop; the caller aborts)."""
+        if mode not in ("in_place", "retract", "abort"):
+            raise ValueError(f"pause mode must be in_place, retract or abort, not {mode!r}")
+        self.inbox.append(Pause(mode))
+
+    def resume(self) -> None:
+        self.inbox.append(Resume())
+
+    def flush_cache(self) -> None:
+        """Empties the prefix tree at the next turn in which the scheduler is idle."""
+        self.inbox.append(Flush())
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Longest prompt that is admitted (SGLang: 5 tokens under the shorter of context and pool, each less one)."""
+        return min(self.context_length - 1, self.max_total_tokens - 1) - 6
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing to do: no operation, request or result is pending."""
+        return not self.inbox and not self.has_work
+
+    @property
+    def has_work(self) -> bool:
+        return bool(
+            self.waiting
+            or self.grammars.pending
+            or self.chunked is not None
+            or self.result_queue
+            or len(self.running_batch)
+            or self.last_batch is not None
+        )
+
+    def turn(self) -> Turn:
+        """One turn of the configured loop; see scheduler/loops.py."""
+        self.counters.turns += 1
+        yield from event_loop_normal(self) if self.config.disable_overlap_schedule else event_loop_overlap(self)
+        if self.config.audit:
+            audit(self)
+
+    def enqueue(self, request: Request) -> None:
+        """To the end of the waiting queue."""
+        request.arrival = self.arrivals
+        self.arrivals += 1
+        self.waiting.append(request)
+
+    def tell(self, request: Request, completion_tokens: int, finished: bool) -> None:
+        self.outputs.append(Output(request, completion_tokens, finished))
+
+    def note(self, event: str, number: int | None = None) -> None:
+        if self.observer is not None:
+            self.observer.note(event, number)
+
+    def processed(self) -> None:
+        self.counters.last_result = time.monotonic()

@@ -1,0 +1,39 @@
+"""Telling callers (SGLang's stream_output): every `stream_interval` tokens of a streaming request, and at the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxoverlap.core import Launch
+from jaxoverlap.scheduler.finish import may_begin_stop
+
+if TYPE_CHECKING:
+    from jaxoverlap.scheduler.scheduler import Scheduler
+
+
+def stream_output(s: Scheduler, launch: Launch, rows: np.ndarray) -> None:
+    """`rows`: indices of the launch's rows that have something to tell. A retracted row is told its unchanged count,
+    a row that had finished before is not told again."""
+    slots = launch.slots[rows]
+    left = s.slots.epoch[slots] != launch.epochs[rows]  # finished or retracted: its columns may be another's
+    due = s.slots.stream[slots] & on_beat(s.slots.output_len[slots], s.slots.stream_interval[slots])
+    for i in rows[left | due]:
+        r = launch.requests[i]
+        if r.finished:
+            if not r.finished_output:
+                r.finished_output = True
+                s.tell(r, r.shown_len, finished=True)
+            continue
+        if r.table is None and not (
+            r.stream and on_beat(r.output_len, r.params.stream_interval or s.config.stream_interval)
+        ):
+            continue
+        if not (r.params.stop and may_begin_stop(s, r)):
+            s.tell(r, r.output_len, finished=False)
+
+
+def on_beat(tokens: np.ndarray | int, interval: np.ndarray | int) -> np.ndarray:
+    """SGLang tells the first token, then every `interval`-th after it."""
+    return np.logical_or(np.equal(interval, 1), np.equal(np.mod(tokens, interval), 1))
