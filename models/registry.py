@@ -1,0 +1,122 @@
+"""A model by name: 'checksum', a demo model, or a Hugging Face directory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxoverlap.checkpoint.errors import CheckpointError
+from jaxoverlap.checkpoint.fetch import DEMO_MODELS, fetch
+from jaxoverlap.checkpoint.fields import Fields
+from jaxoverlap.checkpoint.hf import load_parameters
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.models.checksum import ChecksumModel
+from jaxoverlap.models.layers import DecoderConfig
+from jaxoverlap.models.llama import IGNORED_TENSORS, Llama, llama_config, mistral_config
+from jaxoverlap.progress import Report
+from jaxoverlap.tokenizer import Tokenizer
+
+ARCHITECTURES: dict[str, tuple[type[Llama], Callable[[Fields, str], DecoderConfig]]] = {
+    "LlamaForCausalLM": (Llama, llama_config),
+    "MistralForCausalLM": (Llama, mistral_config),
+}
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready for the runner. `config` is the module's; `context_length` in tokens.
+
+    `sampling_defaults` holds those fields of SamplingParams that generation_config.json states.
+    """
+
+    name: str
+    module: Any
+    config: Any
+    tokenizer: Tokenizer | None
+    context_length: int
+    sampling_defaults: dict[str, Any]
+
+
+def load(config: EngineConfig, *, progress: Report | None = None) -> LoadedModel:
+    """Raises CheckpointError, FetchError or ValueError naming the file, the field, or the setting and its limit."""
+    name = config.model_path
+    if name == "checksum":
+        module = ChecksumModel()
+        return LoadedModel(name, module, module.config, None, _context_length(config, module.config), {})
+    if Path(name).is_dir():
+        return load_directory(Path(name), config, progress=progress)
+    if name in DEMO_MODELS:
+        loaded = load_directory(fetch(name, progress=progress), config, progress=progress)
+        return dataclasses.replace(loaded, name=name)
+    raise ValueError(f"model_path {name!r} is no directory, and not one of: checksum, {', '.join(DEMO_MODELS)}")
+
+
+def load_directory(directory: Path, config: EngineConfig, *, progress: Report | None = None) -> LoadedModel:
+    """config.json and *.safetensors of a directory, and where present tokenizer.json and generation_config.json."""
+    fields = Fields.read(directory / "config.json")
+    family, parse = _architecture(fields)
+    model_config = parse(fields, _dtype(config.dtype, fields))
+    context_length = _context_length(config, model_config)
+    tokenizer = Tokenizer.from_dir(directory) if (directory / "tokenizer.json").exists() else None
+    eos, defaults = generation_defaults(directory)
+    eos = {*model_config.eos_token_ids, *eos}
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    model_config = dataclasses.replace(model_config, eos_token_ids=tuple(sorted(eos)))
+    module = load_parameters(lambda: family(model_config), directory, ignored=IGNORED_TENSORS, progress=progress)
+    return LoadedModel(directory.name, module, model_config, tokenizer, context_length, defaults)
+
+
+def generation_defaults(directory: Path) -> tuple[set[int], dict[str, Any]]:
+    """(end-of-sequence ids, sampling defaults) of generation_config.json, as far as the file states them."""
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return set(), {}
+    fields = Fields.read(path)
+    defaults: dict[str, Any] = {}
+    for name in SAMPLING_DEFAULTS:
+        value = fields.integer(name, None, low=-1) if name == "top_k" else fields.number(name, None)
+        if value is not None:
+            defaults[name] = -1 if name == "top_k" and value == 0 else value
+    return set(fields.ids("eos_token_id")), defaults
+
+
+def _architecture(fields: Fields) -> tuple[type[Llama], Callable[[Fields, str], DecoderConfig]]:
+    names = fields.values.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise fields.error("architectures", "must be a list with the model's class")
+    for name in names:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    raise fields.error("architectures", f"{names} is not supported (only {', '.join(ARCHITECTURES)})")
+
+
+def _dtype(choice: str, fields: Fields) -> str:
+    if choice != "auto":
+        return choice
+    if jax.default_backend() == "cpu":
+        return "float32"
+    name = "dtype" if "dtype" in fields else "torch_dtype"
+    stored = fields.text(name, "float32")
+    if stored not in ("bfloat16", "float32"):
+        raise fields.error(name, f"{stored!r} is not computed in: set the setting dtype to bfloat16 or float32")
+    return stored
+
+
+def _context_length(config: EngineConfig, model: Any) -> int:
+    limit = model.max_position_embeddings
+    length = config.context_length or limit
+    if length > limit:
+        raise ValueError(f"context_length {length} is above the model's limit of {limit}")
+    window = getattr(model, "sliding_window", None)
+    if window is not None and window < length:
+        raise CheckpointError(
+            f"sliding_window {window} is not enforced: set context_length to at most {window} (it is {length})"
+        )
+    return length
