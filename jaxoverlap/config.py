@@ -102,14 +102,22 @@ class EngineConfig:
             raise ValueError(f"max_total_tokens {self.max_total_tokens} must be a multiple of page_size {self.page_size}")
         if self.enable_mixed_chunk and self.chunked_prefill_size == -1:
             raise ValueError("enable_mixed_chunk needs chunked_prefill_size")
+        if self.enable_mixed_chunk and self.speculative_num_draft_tokens:
+            raise ValueError("enable_mixed_chunk and speculation exclude each other: a verify step cannot join a prefill")
         if self.random_seed is not None and not 0 <= self.random_seed < 1 << 32:
             raise ValueError(f"random_seed must be at least 0 and below 2**32, not {self.random_seed}")
         if self.speculative_eagle_topk != 1:
             raise ValueError(f"speculative_eagle_topk must be 1 (chains), not {self.speculative_eagle_topk}")
 
     @classmethod
-    def from_sources(cls, given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> EngineConfig:
-        """`given` over the environment over the defaults. Raises ValueError naming an unknown field or variable."""
+    def from_sources(
+        cls,
+        given: Mapping[str, Any],
+        environ: Mapping[str, str] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> EngineConfig:
+        """`given` over the environment over `defaults` (a command's own) over the fields' defaults. Raises ValueError
+        naming an unknown field or variable."""
         env = os.environ if environ is None else environ
         known = {f.name: f for f in dataclasses.fields(cls)}
         for name in given:
@@ -127,7 +135,7 @@ class EngineConfig:
                 values[name] = parse(text, hints[name])
             except ValueError as e:
                 raise ValueError(f"environment variable {variable}: {e}") from None
-        return cls(**{**values, **given})
+        return cls(**{**(defaults or {}), **values, **given})
 
 
 def parse(text: str, hint: Any) -> Any:

@@ -94,7 +94,8 @@ class Request:
     arrival: int = -1  # order of entering the waiting queue
     finish_reason: FinishReason | None = None
     to_finish: FinishReason | None = None  # an abort, realised at the next commit
-    finished_len: int | None = None  # completion tokens to show: up to the cap or the stop
+    finished_len: int | None = None  # completion tokens at the end, as SGLang counts them
+    stop_len: int | None = None  # completion tokens up to the first stop, where a run went past it
     finished_output: bool = False  # the final message has been sent
     is_retracted: bool = False
     middle_chunks: int = 0  # launched chunks of an unfinished prompt whose results are not handled yet
@@ -136,8 +137,9 @@ class Request:
 
     @property
     def shown_len(self) -> int:
-        """Completion tokens that the caller may see."""
-        return self.output_len if self.finished_len is None else self.finished_len
+        """Completion tokens that the caller may see: never one behind a stop."""
+        length = self.output_len if self.finished_len is None else self.finished_len
+        return length if self.stop_len is None else min(length, self.stop_len)
 
 
 @dataclass(eq=False, slots=True)

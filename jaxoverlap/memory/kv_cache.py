@@ -94,9 +94,10 @@ class KVCache:
         self.slots.allocated_len[slots] += 1
 
     def tokens_for_verify(self, slots: np.ndarray, reserve: int) -> int:
-        """Tokens still to be placed so that each row has `reserve` places behind its committed ones."""
-        wanted = self.slots.committed_len[slots] + reserve - self.slots.allocated_len[slots]
-        return int(np.maximum(wanted, 0).sum())
+        """Tokens of pages still to be taken so that each row has `reserve` places behind its committed ones."""
+        allocated, page = self.slots.allocated_len[slots], self.page_size
+        wanted = np.maximum(self.slots.committed_len[slots] + reserve, allocated)
+        return int((-(-wanted // page) - -(-allocated // page)).sum()) * page
 
     def verify(self, slots: np.ndarray, reserve: int) -> None:
         """Reserves places for a verify step: SGLang's committed + 2 x drafts, the factor for the result in flight."""
@@ -112,7 +113,7 @@ class KVCache:
     # the ways back
 
     def cache_unfinished(self, request: Request) -> None:
-        """Puts a running request's prefilled tokens into the tree, so that others find them, and moves its lock there."""
+        """Puts a running request's prefilled tokens into the tree, where others find them, and its lock with them."""
         slot, fill = request.slot, request.prefix_len + request.extend_len
         row = self._row(slot, fill)
         if not self.prefix_cache:

@@ -90,7 +90,8 @@ class RadixTree:
             first = self._first(key)
             child = node.children.get(first)
             if child is None:
-                leaf = Node(key.copy(), pages[had // self.page_size :][: len(key) // self.page_size].copy(), node, now)
+                new = pages[had // self.page_size :][: len(key) // self.page_size]
+                leaf = Node(key.copy(), new.copy(), node, self._tick())  # newer than what was split off beside it
                 node.children[first] = leaf
                 self.evictable_tokens += len(key)
                 self._offer(leaf)

@@ -32,6 +32,9 @@ def get_next_batch_to_run(s: Scheduler) -> Composing:
         batches.drop_finished(s.slots, s.last_batch, exclude=(s.chunked, s.last_batch.chunked))
         if len(s.last_batch) < rows:
             s.running_batch.is_full = False
+            s.reason(
+                "rows of the last prefill do not go on to decode (%d): batch_is_full is off", rows - len(s.last_batch)
+            )
         merge_last(s)
     if s.running_batch.is_prefill_only:
         batches.drop_finished(s.slots, s.running_batch)
@@ -39,6 +42,8 @@ def get_next_batch_to_run(s: Scheduler) -> Composing:
             s.running_batch.is_full = False
 
     batch = get_new_batch_prefill(s)
+    if batch is not None and len(s.running_batch):
+        s.reason("prefill first: the running rows wait (%d)", len(s.running_batch))
     synced = False
     if s.config.dp_size > 1 and s.is_speculative:
         batch = yield from sync_batch(s, batch)
@@ -56,6 +61,7 @@ def abort_chunked(s: Scheduler) -> None:
     if s.chunked_to_abort and s.chunked is not None:
         s.kv.release(s.chunked, insert=False)
         finish_without_result(s, s.chunked, ABORTED)
+        s.reason("abort of %s, found in the middle of its prompt", s.chunked.rid)
         s.chunked = None
     s.chunked_to_abort = False
 
@@ -74,6 +80,7 @@ def sync_batch(s: Scheduler, batch: Batch | None) -> Composing:
     table = yield Sync(facts(batch))
     if batch is None and table[:, NUM_TOKENS].max() > 0:
         batch = batches.idle_batch()
+        s.reason("idle batch: nothing to run here, but %d tokens on other ranks", int(table[:, NUM_TOKENS].sum()))
     if batch is not None:
         batch.is_extend_in_batch = bool(table[:, IS_EXTEND].any())
         batch.global_num_tokens = tuple(int(n) for n in table[:, NUM_TOKENS])

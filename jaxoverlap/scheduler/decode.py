@@ -41,6 +41,10 @@ def update_running_batch(s: Scheduler) -> None:
     batches.drop_finished(s.slots, batch)
     if not len(batch):
         batch.is_full = False
+        s.reason(
+            "every running row had ended: nothing to run, and batch_is_full is off only now (waiting: %d)",
+            len(s.waiting),
+        )
         return
     if fits(s, batch.slots):
         s.new_token_ratio.step()
@@ -51,6 +55,7 @@ def update_running_batch(s: Scheduler) -> None:
     if len(batch) < rows:
         batch.is_full = False
     if len(batch):
+        s.reason("no prefill: the running rows decode (%d)", len(batch))
         prepare_for_decode(s, batch)
 
 
@@ -64,7 +69,6 @@ def fits(s: Scheduler, slots: np.ndarray) -> bool:
 def retract_decode(s: Scheduler, batch: Batch) -> None:
     """Takes rows out until the rest fits: fewest outputs first, among equals the longest prompt; at least one goes
     and one stays. If that one does not fit alone, it is aborted."""
-    from jaxoverlap.scheduler.intake import retract
     from jaxoverlap.scheduler.results import finish_without_result
 
     order = list(range(len(batch)))
@@ -78,17 +82,24 @@ def retract_decode(s: Scheduler, batch: Batch) -> None:
         s.kv.release(victim, insert=False)
         s.kv.evict_for(len(order) * s.config.retract_decode_steps)
     failed: Request | None = None
-    if len(order) <= 1 and not fits(s, batch.slots[order]):
+    if len(order) == 1 and s.chunked is not None and not fits(s, batch.slots[order]):
+        victims.append(batch.requests[order.pop()])  # the prompt under way has the pages, and gives them back in time
+        s.kv.release(victims[-1], insert=False)
+    if len(order) == 1 and not fits(s, batch.slots[order]):
         failed = batch.requests[order.pop()]
         s.kv.release(failed, insert=False)
     batches.keep_rows(batch, np.array(order, np.intp))
     slots = batch.slots
     s.new_token_ratio.after_retraction(
-        int(s.slots.output_len[slots].sum()), int(s.slots.max_new[slots].sum()), len(slots), s.config.retract_decode_steps
+        int(s.slots.output_len[slots].sum()),
+        int(s.slots.max_new[slots].sum()),
+        len(slots),
+        s.config.retract_decode_steps,
     )
     if failed is not None:
         message = f"out of KV cache: {s.max_total_tokens} tokens do not hold this request beside what is locked"
         finish_without_result(s, failed, FinishReason("abort", message=message, status_code=500))
+    s.reason("the next step's KV did not fit: %s put back", ", ".join(r.rid for r in victims))
     for victim in victims:
         victim.is_retracted = True
         s.counters.retracted += 1
@@ -105,6 +116,7 @@ def skip_known(s: Scheduler, batch: Batch) -> None:
     slots = batch.slots
     more = s.slots.output_len[slots] + in_flight[slots] < s.slots.max_new[slots]
     if not more.all():
+        s.reason("no step for %d rows whose last token is in flight", len(slots) - int(more.sum()))
         batches.keep_rows(batch, np.flatnonzero(more))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,54 +12,57 @@ if TYPE_CHECKING:
     from jaxoverlap.scheduler.scheduler import Scheduler
 
 
-def finish_reason(s: Scheduler, r: Request, new_tokens: int) -> tuple[FinishReason | None, int]:
-    """(reason or None, completion tokens to show), from the last `new_tokens` outputs.
+class Finish(NamedTuple):
+    """`length`: completion tokens as SGLang counts them; `stop_len`: those up to the first stop, if there is one."""
 
-    SGLang reports a step that reaches the cap as "length" even when a stop stands at or before the cap;
-    `finish_order="stop-first"` reports the stop, whatever way the outputs were cut into steps.
+    reason: FinishReason
+    length: int
+    stop_len: int | None = None
+
+
+def find_finish(s: Scheduler, r: Request, new_tokens: int) -> Finish | None:
+    """Whether the request ends with its last `new_tokens` outputs.
+
+    Where one step reaches both a stop and the cap, SGLang says "length" and counts to the cap; what is shown ends at the
+    stop all the same. `finish_order="stop-first"` says "stop", whatever way the outputs were cut into steps.
     """
     outputs = r.output_ids
     n, cap = len(outputs), r.max_new_tokens
     if r.to_finish is not None:
-        return r.to_finish, n
-    if n >= cap:
-        reason, length = FinishReason("length", length=cap), cap
-        if s.config.finish_order == "stop-first":
-            stop = find_stop(s, r, outputs[:cap], n - new_tokens)
-            if stop is not None:
-                return stop
-        return reason, length
-    if r.grammar is not None and r.grammar.is_terminated():
-        return FinishReason("stop", matched=int(outputs[-1])), n
-    stop = find_stop(s, r, outputs, n - new_tokens)
-    return (None, n) if stop is None else stop
+        return Finish(r.to_finish, min(n, cap))
+    if n < cap and r.grammar is not None and r.grammar.is_terminated():
+        return Finish(FinishReason("stop", matched=int(outputs[-1])), n)
+    stop = find_stop(s, r, outputs[:cap], n - new_tokens)
+    if n >= cap and (stop is None or s.config.finish_order == "sglang"):
+        return Finish(FinishReason("length", length=cap), cap, None if stop is None else stop.length)
+    return stop
 
 
-def find_stop(s: Scheduler, r: Request, outputs: np.ndarray, start: int) -> tuple[FinishReason, int] | None:
+def find_stop(s: Scheduler, r: Request, outputs: np.ndarray, start: int) -> Finish | None:
     """The first stop at or behind index `start`; stop strings come before stop ids, as in SGLang."""
     new = outputs[start:]
     bad = np.flatnonzero((new < 0) | (new >= s.vocab_size))
     if len(bad):
         message = f"token {int(new[bad[0]])} is outside the vocabulary of {s.vocab_size}: the logits were not finite"
-        return FinishReason("abort", message=message, status_code=500), start + int(bad[0])
+        return Finish(FinishReason("abort", message=message, status_code=500), start + int(bad[0]))
     string = find_stop_string(s, r, outputs, start) if r.params.stop else None
-    ids = np.flatnonzero(np.isin(new, r.stop_ids)) if r.stop_ids else ()
-    if string is not None and (not len(ids) or string[1] <= start + int(ids[0]) + 1):
+    ids = np.flatnonzero(np.isin(new, r.stop_ids)) if r.stop_ids else np.empty(0, np.intp)
+    if string is not None and (not len(ids) or string.length <= start + int(ids[0]) + 1):
         return string
     if len(ids):
         first = int(ids[0])
-        return FinishReason("stop", matched=int(new[first])), start + first + 1
+        return Finish(FinishReason("stop", matched=int(new[first])), start + first + 1)
     return None
 
 
-def find_stop_string(s: Scheduler, r: Request, outputs: np.ndarray, start: int) -> tuple[FinishReason, int] | None:
+def find_stop_string(s: Scheduler, r: Request, outputs: np.ndarray, start: int) -> Finish | None:
     assert s.decode is not None, "a request with stop strings, but no tokenizer"
     assert isinstance(r.params.stop, tuple)
     for end in range(start + 1, len(outputs) + 1):
         text = tail_text(s, r, outputs[:end])
         for stop in r.params.stop:
             if stop in text:
-                return FinishReason("stop", matched=stop), end
+                return Finish(FinishReason("stop", matched=stop), end)
     return None
 
 

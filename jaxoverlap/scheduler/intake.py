@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ class Submit:
 class Abort:
     rid: str
     abort_all: bool
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ def process_input_requests(s: Scheduler) -> Turn:
         match operation:
             case Submit(request):
                 accept(s, request)
-            case Abort(rid, abort_all):
-                abort(s, lambda r, rid=rid, every=abort_all: every or r.rid.startswith(rid))
+            case Abort(rid, abort_all, exact):
+                abort(s, rid, abort_all, exact)
             case Pause(mode):
                 yield from pause(s, mode)
             case Resume():
@@ -80,9 +80,13 @@ def accept(s: Scheduler, request: Request) -> None:
         s.grammars.compile(request)
 
 
-def abort(s: Scheduler, matches: Callable[[Request], bool]) -> None:
+def abort(s: Scheduler, rid: str, abort_all: bool, exact: bool = False) -> None:
     """Waiting: ends at once. Compiling: ends with a one-token prefill. Chunked: ends when this turn composes.
     Running: ends at its next commit, with the token in flight."""
+
+    def matches(r: Request) -> bool:
+        return abort_all or r.rid == rid or (not exact and r.rid.startswith(rid))
+
     if any(matches(r) for r in s.waiting):
         gone = [r for r in s.waiting if matches(r)]
         s.waiting = type(s.waiting)(r for r in s.waiting if not matches(r))
@@ -118,8 +122,10 @@ def pause(s: Scheduler, mode: str) -> Turn:
     s.last_batch = s.cur_batch = None
     if mode == "retract":
         batches.drop_finished(s.slots, s.running_batch)
-        for r in s.running_batch.requests:
+        rows = len(s.running_batch)
+        for i, r in enumerate(s.running_batch.requests):
             retract(s, r)
+            s.kv.evict_for((rows - i) * s.config.retract_decode_steps)
         s.running_batch = batches.empty_batch()
         s.chunked = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jaxoverlap.core import Batch
+from jaxoverlap.core import Batch, Launch
 
 if TYPE_CHECKING:
     from jaxoverlap.scheduler.scheduler import Scheduler
@@ -23,13 +23,30 @@ def is_consecutive_prefill(s: Scheduler, batch: Batch) -> bool:
     """
     if not s.config.disable_consecutive_prefill_overlap or s.last_batch is None:
         return False
-    last = s.last_batch if s.config.strict_aliasing else s.last_launch
-    assert last is not None
-    if s.config.dp_size > 1:
-        return batch.is_extend_in_batch and last.is_extend_in_batch
-    return batch.mode.is_extend and last.mode.is_extend
+    assert s.last_launch is not None
+    live = counts_as_prefill(s, batch) and counts_as_prefill(s, s.last_batch)
+    launched = counts_as_prefill(s, batch) and counts_as_prefill(s, s.last_launch)
+    if live != launched:
+        s.reason(
+            "the batch launched last was %sa prefill, its live object %s: strict_aliasing is %s",
+            "" if launched else "not ",
+            "is" if live else "is not",
+            s.config.strict_aliasing,
+        )
+    decision = live if s.config.strict_aliasing else launched
+    if decision:
+        s.reason("no overlap: a prefill behind a prefill%s", " (on any rank)" if s.config.dp_size > 1 else "")
+    return decision
+
+
+def counts_as_prefill(s: Scheduler, batch: Batch | Launch) -> bool:
+    """With DP a rank's batch counts as what any rank runs, by the synced flag."""
+    return batch.is_extend_in_batch if s.config.dp_size > 1 else batch.mode.is_extend
 
 
 def needs_grammar_sync(s: Scheduler, batch: Batch) -> bool:
     """A verify step with a grammar row: its masks need the tokens of the result in flight."""
-    return s.is_speculative and batch.has_grammar and batch.mode.is_decode and len(s.result_queue) > 0
+    needed = s.is_speculative and batch.has_grammar and batch.mode.is_decode and len(s.result_queue) > 0
+    if needed:
+        s.reason("no overlap: a verify step with a grammar row")
+    return needed

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Protocol
 
 from jaxoverlap.config import EngineConfig
@@ -24,40 +26,52 @@ def make_policy(config: EngineConfig, kv: KVCache) -> Policy:
     name = config.schedule_policy
     if name in ("lpm", "dfs-weight") and config.disable_radix_cache:
         name = "fcfs"
-    sign = 0
-    if config.enable_priority_scheduling:
-        sign = 1 if config.schedule_low_priority_values_first else -1
+    rank = rank_by_priority(config)
     if name == "lpm":
         return LongestPrefix(kv)
     if name == "dfs-weight":
         return DepthFirst(kv)
     if name == "lof":
-        return LongestOutput(sign)
+        return LongestOutput(rank)
     if name == "random":
         return Shuffled(config.random_seed)
-    return FirstCome(sign)
+    return FirstCome(rank)
+
+
+def priority(r: Request, config: EngineConfig) -> int:
+    """A request without a priority has the lowest, as in SGLang."""
+    if r.priority is not None:
+        return r.priority
+    return sys.maxsize if config.schedule_low_priority_values_first else -sys.maxsize - 1
+
+
+def rank_by_priority(config: EngineConfig) -> Callable[[Request], int] | None:
+    """Smaller goes first; None where priorities are off."""
+    if not config.enable_priority_scheduling:
+        return None
+    sign = 1 if config.schedule_low_priority_values_first else -1
+    return lambda r: sign * priority(r, config)
 
 
 class FirstCome:
-    """fcfs, by priority first where priorities are on (`sign` is then 1 or -1)."""
+    """fcfs, by priority first where priorities are on."""
 
-    def __init__(self, sign: int) -> None:
-        self.sign = sign
+    def __init__(self, rank: Callable[[Request], int] | None) -> None:
+        self.rank = rank
 
     def order(self, waiting: deque[Request]) -> deque[Request]:
-        if not self.sign:
-            return waiting
-        return deque(sorted(waiting, key=lambda r: (self.sign * (r.priority or 0), r.arrival)))
+        rank = self.rank
+        return waiting if rank is None else deque(sorted(waiting, key=lambda r: (rank(r), r.arrival)))
 
 
 class LongestOutput:
     """lof: largest output cap first."""
 
-    def __init__(self, sign: int) -> None:
-        self.sign = sign
+    def __init__(self, rank: Callable[[Request], int] | None) -> None:
+        self.rank = rank or (lambda r: 0)
 
     def order(self, waiting: deque[Request]) -> deque[Request]:
-        return deque(sorted(waiting, key=lambda r: (self.sign * (r.priority or 0), -r.max_new_tokens)))
+        return deque(sorted(waiting, key=lambda r: (self.rank(r), -r.max_new_tokens)))
 
 
 class Shuffled:

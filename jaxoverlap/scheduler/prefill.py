@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxoverlap.core import Batch, ForwardMode, Request
 from jaxoverlap.scheduler import batches
-from jaxoverlap.scheduler.decode import prepare_for_decode
+from jaxoverlap.scheduler.decode import fits, prepare_for_decode
+from jaxoverlap.scheduler.policy import priority
 
 if TYPE_CHECKING:
     from jaxoverlap.scheduler.scheduler import Scheduler
@@ -29,23 +30,35 @@ def get_new_batch_prefill(s: Scheduler) -> Batch | None:
     preempts = s.config.enable_priority_scheduling and not s.config.disable_priority_preemption
     if preempts:
         running.is_full = False
+    if s.grammars.pending:
+        s.reason("%d requests wait for their grammar", len(s.grammars.pending))
     if (running.is_full or not s.waiting) and s.chunked is None:
+        if s.waiting:
+            s.reason("nobody is admitted: batch_is_full since an earlier turn, %d wait", len(s.waiting))
         return None
     if allocatable(s) <= 0 and s.chunked is None and not preempts:
+        s.reason("nobody is admitted: %d rows run, %d slots are free: batch_is_full", len(running), s.slots.num_free)
         running.is_full = True
         return None
     s.waiting = s.policy.order(s.waiting)
 
     adder = PrefillAdder(s)
     if s.chunked is not None:
-        s.chunked = adder.add_chunked(s.chunked)
+        chunked, s.chunked = s.chunked, adder.add_chunked(s.chunked)
+        if chunked not in adder.chosen:
+            return None
     taken = 0
     for request in s.waiting:
         if len(adder.chosen) >= allocatable(s):
             running.is_full = True
+            s.reason(
+                "no place for %s beside %d running, %d chosen: batch_is_full",
+                request.rid,
+                len(running),
+                len(adder.chosen),
+            )
         if running.is_full and not (preempts and adder.preempt_for(request)):
             break
-        running.is_full = running.is_full and not preempts
         ids = context_ids(request)
         s.kv.match(request, ids[: len(ids) - 1])
         request.extend_len = len(ids) - request.prefix_len
@@ -115,8 +128,10 @@ class PrefillAdder:
 
     def state(self) -> AddResult:
         if self.rem_total <= 0 or self.cur_rem <= 0:
+            self.s.reason("the KV pool is promised away: batch_is_full")
             return AddResult.NO_TOKEN
         if self.rem_input <= 0 or (self.rem_chunk is not None and self.rem_chunk <= 0):
+            self.s.reason("the step has all the prompt tokens it may have")
             return AddResult.OTHER
         return AddResult.CONTINUE
 
@@ -129,14 +144,25 @@ class PrefillAdder:
             self.rem_chunk -= tokens
 
     def add_chunked(self, request: Request) -> Request | None:
-        """The next chunk of a prompt that is under way; it must go on, whatever the budget. Returns it while unfinished."""
+        """The next chunk of a prompt that is under way; it goes on whatever the budget. Returns it while unfinished.
+
+        Where SGLang would run out of memory (a mixed batch's decode rows took what the prompt was admitted with), the
+        chunk shrinks to what there is, or waits a turn for the running rows.
+        """
         assert self.rem_chunk is not None
         left = request.prompt_len + request.output_len - request.prefix_len
         tokens = min(self.rem_chunk, int(self.rem_total))
         if tokens <= 0:
             tokens = self.rem_chunk
+        free = self.s.kv.available_and_evictable // self.page_size * self.page_size
+        if free < self.s.kv.ceil_page(min(left, tokens)):
+            tokens = free
+        if tokens <= 0:
+            self.s.reason("%s waits in the middle of its prompt: no page is free", request.rid)
+            return request
         truncated = left > tokens
         request.extend_len = min(left, tokens)
+        self.s.reason("%s goes on with its prompt: %d of %d tokens left", request.rid, request.extend_len, left)
         self.chosen.append(request)
         self._charge(request.extend_len, 0 if truncated else min(request.max_new_tokens, self.clip))
         return request if truncated else None
@@ -145,28 +171,43 @@ class PrefillAdder:
         if request.params.ignore_eos and self.s.config.disable_radix_cache:
             return self._add_ignoring_eos(request)
         kv = self.s.kv
-        total = request.extend_len + min(max(request.max_new_tokens - request.output_len, 0), self.clip) + self.page_size
+        total = (
+            request.extend_len + min(max(request.max_new_tokens - request.output_len, 0), self.clip) + self.page_size
+        )
         if total >= self.rem_total:
+            self._refuse(request, total)
             return AddResult.NO_TOKEN
         tokens = kv.ceil_page(request.extend_len)
         if self.rem_chunk is None and tokens >= self.rem_input and self.chosen:
+            self.s.reason("%s waits: %d tokens, max_prefill_tokens leaves %d", request.rid, tokens, self.rem_input)
             return AddResult.OTHER
         kv.lock(request.last_node)  # what the request needs can no longer be evicted: less is left
         admitted = total < self.rem_total and self._take(request, tokens)
         if not admitted:
             no_token = total >= self.rem_total
+            if no_token:
+                self._refuse(request, total)
             kv.unlock(request.last_node)
             return AddResult.NO_TOKEN if no_token else AddResult.OTHER
         return self.state()
 
+    def _refuse(self, request: Request, total: int) -> None:
+        left = max(int(self.rem_total), 0)
+        self.s.reason(
+            "%s waits: it may need %d tokens of KV, %d are not promised: batch_is_full", request.rid, total, left
+        )
+
     def _take(self, request: Request, tokens: int) -> bool:
         if self.rem_chunk is None or tokens <= self.rem_chunk:
+            self.s.reason("%s joins: %d tokens, %d cached", request.rid, request.extend_len, request.prefix_len)
             self.chosen.append(request)
             self._charge(tokens, min(request.max_new_tokens, self.clip))
             return True
         chunk = self.rem_chunk // self.page_size * self.page_size
         if chunk <= 0:
+            self.s.reason("%s waits: the step has all the prompt tokens it may have", request.rid)
             return False
+        self.s.reason("%s joins with a chunk of %d of its %d tokens", request.rid, chunk, request.extend_len)
         request.extend_len = chunk
         self.chosen.append(request)
         self.chunked = request
@@ -176,9 +217,8 @@ class PrefillAdder:
     def _add_ignoring_eos(self, request: Request) -> AddResult:
         """Without a tree and with a known length: simulates that every running request runs to its cap."""
         tokens = self.s.kv.ceil_page(request.extend_len)
-        if tokens > min(self.cur_rem, self.rem_total):
-            return AddResult.NO_TOKEN
-        if not self._lasts(request, tokens):
+        if tokens > min(self.cur_rem, self.rem_total) or not self._lasts(request, tokens):
+            self.s.reason("%s waits: the pool would run out before the running ones end: batch_is_full", request.rid)
             return AddResult.NO_TOKEN
         if self.rem_chunk is not None and tokens > self.rem_chunk and self.rem_chunk <= 0:
             return AddResult.OTHER
@@ -211,12 +251,12 @@ class PrefillAdder:
         """Puts running requests of clearly lower priority back into the queue, if that makes enough room."""
         s = self.s
         sign = -1 if s.config.schedule_low_priority_values_first else 1
-        own = sign * (request.priority or 0)
+        own = sign * priority(request, s.config)
         live = [r for r in s.running_batch.requests if not r.finished]
         victims: list[Request] = []
         missing = request.extend_len + min(request.max_new_tokens, self.clip) - self.rem_total
-        for r in sorted(live, key=lambda r: (sign * (r.priority or 0), -r.arrival)):
-            if own - sign * (r.priority or 0) <= s.config.priority_scheduling_preemption_threshold:
+        for r in sorted(live, key=lambda r: (sign * priority(r, s.config), -r.arrival)):
+            if own - sign * priority(r, s.config) <= s.config.priority_scheduling_preemption_threshold:
                 break
             victims.append(r)
             missing -= self._offset(r)
@@ -224,10 +264,14 @@ class PrefillAdder:
                 break
         if not victims or missing > 0:
             return False
+        s.reason("%s has priority over %s", request.rid, ", ".join(r.rid for r in victims))
+        remaining = len(s.running_batch)
         keep = np.array([r not in victims for r in s.running_batch.requests])
         for r in (r for r in s.running_batch.requests if r in victims):
             self.total_offset -= self._offset(r)
+            remaining -= 1
             s.kv.release(r, insert=False)
+            s.kv.evict_for(remaining * s.config.retract_decode_steps)
             if s.observer is not None:
                 s.observer.row("retracted", r, [])
         batches.keep_rows(s.running_batch, np.flatnonzero(keep))
@@ -270,8 +314,9 @@ def mix_with_running(s: Scheduler, batch: Batch) -> None:
     if not s.config.enable_mixed_chunk or not len(running) or batch.return_logprob or running.return_logprob:
         return
     batches.drop_finished(s.slots, running)
-    if not len(running):
+    if not len(running) or not fits(s, running.slots):
         return
+    s.reason("mixed: the running rows decode in the same step (%d)", len(running))
     prepare_for_decode(s, running)
     assert batch.extend_lens is not None
     assert batch.prefix_lens is not None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxoverlap.core import FinishReason, ForwardMode, Launch, Request, StepResult
-from jaxoverlap.scheduler.finish import finish_reason
+from jaxoverlap.scheduler.finish import find_finish
 from jaxoverlap.scheduler.stream import stream_output
 
 if TYPE_CHECKING:
@@ -122,22 +122,20 @@ def accept_run(r: Request, run: list[int]) -> list[int]:
 
 def check_finish(s: Scheduler, r: Request, new_tokens: int, grammar_done: bool = False) -> None:
     """Ends the request where its `new_tokens` last tokens say so; else its grammar, if any, takes the token."""
-    reason, length = finish_reason(s, r, new_tokens)
-    if r.grammar is not None and not grammar_done:
+    finish = find_finish(s, r, new_tokens)
+    if r.grammar is not None and not grammar_done and not r.grammar.is_terminated():
         try:
-            if reason is None or not r.grammar.is_terminated():
-                r.grammar.accept_token(int(r.output_ids[-1]))
+            r.grammar.accept_token(int(r.output_ids[-1]))
         except ValueError as e:
-            if reason is None:
-                r.to_finish = FinishReason("abort", message=f"grammar refused a token: {e}", status_code=500)
-    if reason is None:
+            r.to_finish = FinishReason("abort", message=f"grammar refused a token: {e}", status_code=500)
+    if finish is None:
         return
-    r.finish_reason, r.finished_len = reason, length
+    r.finish_reason, r.finished_len, r.stop_len = finish
     if s.observer is not None:
         s.observer.row("finished", r, [])
     s.kv.release(r, insert=True)
     s.counters.finished += 1
-    s.counters.aborted += reason.type == "abort"
+    s.counters.aborted += r.finish_reason.type == "abort"
 
 
 def finish_without_result(s: Scheduler, r: Request, reason: FinishReason) -> None:

@@ -41,11 +41,13 @@ class Counters:
 
 
 class Observer(Protocol):
-    """Hears what a turn does, as it happens; for traces and replays."""
+    """Hears what a turn does, as it happens, and why; for traces and replays."""
 
     def note(self, event: str, number: int | None) -> None: ...
 
     def row(self, event: str, request: Request, tokens: list[int]) -> None: ...
+
+    def reason(self, text: str) -> None: ...
 
 
 class Scheduler:
@@ -79,7 +81,10 @@ class Scheduler:
         self.reserve = 2 * max(config.speculative_num_steps, config.speculative_num_draft_tokens)
 
         self.slots = SlotTable(
-            config.max_running_requests, context_length, config.page_size, slack=2 * self.reserve if self.is_speculative else 0
+            config.max_running_requests,
+            context_length,
+            config.page_size,
+            slack=2 * self.reserve if self.is_speculative else 0,
         )
         self.kv = KVCache(
             self.slots,
@@ -109,9 +114,10 @@ class Scheduler:
         """`request` is valid: known ids, a prompt within `max_prompt_len`, a unique rid."""
         self.inbox.append(Submit(request))
 
-    def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
-        """Ends every request whose id starts with `rid`, wherever it is. Unknown ids are no error."""
-        self.inbox.append(Abort(rid, abort_all))
+    def abort(self, rid: str = "", *, abort_all: bool = False, exact: bool = False) -> None:
+        """Ends every request whose id starts with `rid` (SGLang's rule), or is `rid` (`exact`), wherever it is. Unknown
+        ids are no error."""
+        self.inbox.append(Abort(rid, abort_all, exact))
 
     def pause(self, mode: str) -> None:
         """`mode` is SGLang's: "in_place", "retract" or "abort" (which flushes the loop; the caller aborts)."""
@@ -166,6 +172,11 @@ class Scheduler:
     def note(self, event: str, number: int | None = None) -> None:
         if self.observer is not None:
             self.observer.note(event, number)
+
+    def reason(self, text: str, *values: Any) -> None:
+        """Why the turn goes as it does; `text % values` is made only where somebody listens."""
+        if self.observer is not None:
+            self.observer.reason(text % values)
 
     def processed(self) -> None:
         self.counters.last_result = time.monotonic()
