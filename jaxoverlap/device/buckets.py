@@ -1,0 +1,88 @@
+"""The shapes that the engine launches; every jitted program has one of them.
+
+Decode launches are padded to a power of two of rows, or to `max_running_requests`, the largest. Extend launches (mixed
+ones too) are padded to a number of tokens: the largest that the scheduler may launch, and that divided by 4, 16, ...
+(rounded up) down to about 8. No bucket is above the largest launch, so no launched shape is above the budget. An extend
+bucket has the rows of the smallest decode bucket that holds one row a token. Imports no jax.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from jaxoverlap.config import EngineConfig
+
+_SMALLEST_EXTEND = 8
+_EXTEND_RATIO = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A launched shape: `rows` batch rows, `tokens` (decode: one a row), `writes` page-table entries taken along."""
+
+    tokens: int
+    rows: int
+    writes: int
+    is_decode: bool
+
+    @property
+    def name(self) -> str:
+        return f"decode_{self.rows}" if self.is_decode else f"extend_{self.tokens}"
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """All shapes of an engine, smallest first."""
+
+    decode: tuple[Bucket, ...]
+    extend: tuple[Bucket, ...]
+
+    @classmethod
+    def of(cls, config: EngineConfig, *, context_length: int, max_total_tokens: int) -> Buckets:
+        rows = decode_rows(config.max_running_requests)
+        decode = tuple(Bucket(b, b, b, True) for b in rows)
+        largest = largest_extend(config, context_length=context_length, max_total_tokens=max_total_tokens)
+        extend = []
+        for tokens in extend_tokens(largest):
+            height = rows[min(bisect_left(rows, tokens), len(rows) - 1)]
+            extend.append(Bucket(tokens, height, -(-tokens // config.page_size) + height, False))
+        return cls(decode, tuple(extend))
+
+    def for_decode(self, rows: int) -> Bucket:
+        """Raises ValueError above the largest."""
+        i = bisect_left(self.decode, rows, key=lambda b: b.rows)
+        if i == len(self.decode):
+            raise ValueError(f"a decode launch of {rows} rows is above max_running_requests {self.decode[-1].rows}")
+        return self.decode[i]
+
+    def for_extend(self, tokens: int, rows: int) -> Bucket:
+        """Raises ValueError above the largest."""
+        i = bisect_left(self.extend, tokens, key=lambda b: b.tokens)
+        if i == len(self.extend):
+            raise ValueError(f"a prefill launch of {tokens} tokens is above the largest, {self.extend[-1].tokens}")
+        if rows > self.extend[i].rows:
+            raise ValueError(f"a prefill launch of {rows} rows is above max_running_requests {self.decode[-1].rows}")
+        return self.extend[i]
+
+
+def decode_rows(max_running_requests: int) -> tuple[int, ...]:
+    powers = [1 << i for i in range(max_running_requests.bit_length()) if 1 << i < max_running_requests]
+    return (*powers, max_running_requests)
+
+
+def extend_tokens(largest: int) -> tuple[int, ...]:
+    sizes = [largest]
+    while sizes[-1] > _SMALLEST_EXTEND * 2:
+        sizes.append(-(-sizes[-1] // _EXTEND_RATIO))
+    return tuple(reversed(sizes))
+
+
+def largest_extend(config: EngineConfig, *, context_length: int, max_total_tokens: int) -> int:
+    """Most tokens in one extend or mixed launch. Chunked prefill bounds it; without, a batch stops growing at
+    `max_prefill_tokens` but its first prompt may be as long as the context."""
+    if config.chunked_prefill_size > 0:
+        limit = config.chunked_prefill_size
+    else:
+        limit = max(config.max_prefill_tokens, context_length)
+    return min(limit, config.max_running_requests * context_length, max_total_tokens)

@@ -1,0 +1,109 @@
+"""The one int32 array that goes up with a launch, written by the host and taken apart inside jit.
+
+A packed array is made anew for every launch and never touched again: on CPU a running step may read it in place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxoverlap.core import Launch, Request
+from jaxoverlap.device.buckets import Bucket
+from jaxoverlap.device.state import PARAM_COLUMNS, Script, params_row
+
+PAGE_WRITES = 256  # entries of one call of the write_pages program
+
+
+class Layout:
+    """Named int32 fields, one behind the other in one flat array."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        self.shapes = shapes
+        ends = list(itertools.accumulate((math.prod(s) for s in shapes.values()), initial=0))
+        self.spans = {name: (ends[i], ends[i + 1]) for i, name in enumerate(shapes)}
+        self.size = ends[-1]
+
+    def empty(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """A zeroed array and its fields as views. Zeros are padding: slot 0, length 0, page 0 of slot 0."""
+        packed = np.zeros(self.size, np.int32)
+        return packed, self.fields(packed)
+
+    def fields(self, packed: Any) -> dict[str, Any]:
+        """Fields of a NumPy array or of a traced one."""
+        return {name: packed[a:b].reshape(self.shapes[name]) for name, (a, b) in self.spans.items()}
+
+
+def step_layout(bucket: Bucket, script_len: int) -> Layout:
+    """Of a decode or an extend program. Rows from `prefills` on take their one input id from the FutureMap."""
+    if bucket.is_decode:
+        return Layout(slots=(bucket.rows,), seq_lens=(bucket.rows,), page_writes=(3, bucket.writes))
+    return Layout(
+        slots=(bucket.rows,),
+        seq_lens=(bucket.rows,),
+        extend_lens=(bucket.rows,),
+        prefills=(1,),
+        page_writes=(3, bucket.writes),
+        ids=(bucket.tokens,),
+        params=(bucket.rows, PARAM_COLUMNS),
+        script=(bucket.rows, script_len),
+    )
+
+
+def sample_layout(rows: int, vocab_size: int) -> Layout:
+    return Layout(slots=(rows,), seq_lens=(rows,), mask=(rows, -(-vocab_size // 32)))
+
+
+PAGES_LAYOUT = Layout(page_writes=(3, PAGE_WRITES))
+
+
+def pack_step(layout: Layout, launch: Launch, page_writes: np.ndarray, script: Script | None) -> np.ndarray:
+    """`page_writes` is what is left of the launch's own; at most the bucket's."""
+    packed, f = layout.empty()
+    rows = len(launch.slots)
+    f["slots"][:rows] = launch.slots
+    f["seq_lens"][:rows] = launch.seq_lens
+    f["page_writes"][:, : page_writes.shape[1]] = page_writes
+    if not launch.mode.is_extend:
+        return packed
+    assert launch.extend_lens is not None
+    prefills = rows - launch.num_decoding
+    f["extend_lens"][:rows] = launch.extend_lens
+    f["prefills"][0] = prefills
+    if launch.input_ids is not None:
+        f["ids"][: len(launch.input_ids)] = launch.input_ids
+    for i, request in enumerate(launch.requests[:prefills]):
+        f["params"][i] = params_row(request)
+        if script is not None:
+            f["script"][i] = _script_row(script, request)
+    return packed
+
+
+def pack_sample(layout: Layout, launch: Launch, mask: np.ndarray | None) -> np.ndarray:
+    """`mask` int32 [B, 1, words]; None allows everything."""
+    packed, f = layout.empty()
+    rows = len(launch.slots)
+    f["slots"][:rows] = launch.slots
+    f["seq_lens"][:rows] = launch.seq_lens
+    f["mask"][:] = -1
+    if mask is not None:
+        f["mask"][:rows] = mask[:, 0]
+    return packed
+
+
+def pack_pages(page_writes: np.ndarray) -> np.ndarray:
+    packed, f = PAGES_LAYOUT.empty()
+    f["page_writes"][:, : page_writes.shape[1]] = page_writes
+    return packed
+
+
+def _script_row(script: Script, request: Request) -> np.ndarray:
+    row = np.full(script.length, -1, np.int32)
+    tokens = script.tokens(request)
+    if tokens is not None:
+        forced = np.asarray(tokens, np.int32)[: script.length]
+        row[: len(forced)] = forced
+    return row

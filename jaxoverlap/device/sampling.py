@@ -1,0 +1,154 @@
+"""Sampling: one token a row, from that row's logits, parameters, seed and position alone.
+
+The kept ids are a prefix of the ids in order of falling logit, the lower id first among equals, as SGLang's joint rule:
+at most `top_k` of them; while the probability of those before is at most `top_p`; and at least `min_p` times the
+largest probability; probabilities are those of the whole row after temperature. One kept id is then drawn by Gumbel's
+trick with a key folded from (seed, position). Thresholds are found by bisection over the floats' bits, not by a sort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxoverlap.device.state import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P
+from jaxoverlap.sampling_params import GREEDY_TEMPERATURE
+
+_BITS = 32
+_LOWEST = jnp.iinfo(jnp.int32).min
+
+
+@dataclass(frozen=True)
+class RowParams:
+    """Sampling parameters of a batch's rows, each [B]."""
+
+    temperature: jax.Array  # f32
+    top_p: jax.Array  # f32
+    min_p: jax.Array  # f32
+    top_k: jax.Array  # int32, below 1: off
+    seed: jax.Array  # uint32
+
+    @classmethod
+    def unpack(cls, columns: jax.Array) -> RowParams:
+        """From rows of `State.params`, int32 [B, PARAM_COLUMNS]."""
+        floats = lax.bitcast_convert_type(columns[:, TEMPERATURE : MIN_P + 1], jnp.float32)
+        seed = lax.bitcast_convert_type(columns[:, SEED], jnp.uint32)
+        return cls(floats[:, 0], floats[:, TOP_P], floats[:, MIN_P], columns[:, TOP_K], seed)
+
+
+def sample(
+    logits: jax.Array,
+    params: RowParams,
+    positions: jax.Array,
+    mask: jax.Array | None = None,
+    forced: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One token a row, and its log-probability under the unchanged logits: int32 [B], f32 [B].
+
+    logits f32 [B, V]; positions int32 [B] of the tokens to come; mask int32 [B, ceil(V / 32)], bit i % 32 of word i //
+    32 allows id i; forced int32 [B], the row's token where not negative.
+
+    Greedy rows (temperature below 1e-6, or top_k 1) take the largest logit, the lowest id among equals.
+    """
+    allowed = logits if mask is None else jnp.where(unpack_mask(mask, logits.shape[1]), logits, -jnp.inf)
+    greedy = (params.temperature < GREEDY_TEMPERATURE) | (params.top_k == 1)
+    best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+    drawn = lax.cond(jnp.all(greedy), lambda: best, lambda: _draw(allowed, params, positions, greedy))
+    tokens = jnp.where(greedy, best, drawn)
+    if forced is not None:
+        tokens = jnp.where(forced >= 0, forced, tokens)
+    return tokens, logprobs_of(logits, tokens)
+
+
+def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def unpack_mask(mask: jax.Array, vocab_size: int) -> jax.Array:
+    """bool [B, V] from packed bits int32 [B, ceil(V / 32)]."""
+    bits = (mask[:, :, None] >> jnp.arange(_BITS, dtype=jnp.int32)) & 1
+    return bits.reshape(mask.shape[0], -1)[:, :vocab_size] == 1
+
+
+def _draw(logits: jax.Array, params: RowParams, positions: jax.Array, greedy: jax.Array) -> jax.Array:
+    scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
+    noise = jax.vmap(lambda seed, position: _gumbel(seed, position, logits.shape[1]))(params.seed, positions)
+    kept = _kept(scaled, params, greedy)
+    return jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
+
+
+def _gumbel(seed: jax.Array, position: jax.Array, size: int) -> jax.Array:
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+    return jax.random.gumbel(key, (size,), jnp.float32)
+
+
+def _kept(scaled: jax.Array, params: RowParams, greedy: jax.Array) -> jax.Array:
+    """bool [B, V]. The loops run only if a row needs them; what a row gets does not depend on that."""
+    vocab = scaled.shape[1]
+    relative = scaled - scaled.max(-1, keepdims=True)
+    weights = jnp.exp(relative)  # probabilities over the largest one
+    kept = (relative > -jnp.inf) & (weights >= params.min_p[:, None])
+    order = _ordered(scaled)
+    lowest = jnp.full(order.shape[:1], _LOWEST)
+    by_k = (params.top_k > 0) & (params.top_k < vocab) & ~greedy
+    by_p = (params.top_p < 1.0) & ~greedy
+    limit_k = jnp.where(by_k, params.top_k, vocab + 1)
+    limit_p = jnp.where(by_p, params.top_p * weights.sum(-1), jnp.inf)
+
+    def before(cut: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Number and weight of the ids above the cut."""
+        above = order > cut[:, None]
+        return above.sum(-1), jnp.where(above, weights, 0.0).sum(-1)
+
+    def holds(cut: jax.Array) -> jax.Array:
+        count, mass = before(cut)
+        return (count < limit_k) & (mass <= limit_p)
+
+    wanted = by_k | by_p
+    cut = _smallest(holds, lowest, order.max(-1), _BITS, jnp.any(wanted))
+    cut = jnp.where(wanted, cut, lowest)
+    count, mass = before(cut)
+    ties = order == cut[:, None]
+    each = jnp.where(ties, weights, 0.0).max(-1)  # weight of each id at the cut
+    ties_p = jnp.where(each > 0, (limit_p - mass) / jnp.where(each > 0, each, 1.0), jnp.inf)
+    ties_p = jnp.minimum(ties_p, vocab).astype(jnp.int32) + 1
+    return kept & ((order > cut[:, None]) | _first(ties, jnp.minimum(limit_k - count, ties_p)))
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """int32 in the order of the floats; equal floats (both zeros) get equal numbers."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
+
+
+def _smallest(
+    holds: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.Array, steps: int, wanted: jax.Array
+) -> jax.Array:
+    """Smallest int32 in low..high (each [B]) from which on `holds`, in `steps` halvings; `high` unless `wanted`."""
+
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean, without overflow
+        held = holds(middle)
+        return jnp.where(held, low, middle + 1), jnp.where(held, middle, high)
+
+    return lax.fori_loop(0, jnp.where(wanted, steps, 0), halve, (low, high))[1]
+
+
+def _first(ties: jax.Array, count: jax.Array) -> jax.Array:
+    """The first `count` [B] set entries of each row of `ties` bool [B, V]."""
+    ids = jnp.arange(ties.shape[1], dtype=jnp.int32)
+    low, high = jnp.zeros_like(count), jnp.full_like(count, ties.shape[1])
+    end = _smallest(
+        lambda end: (ties & (ids < end[:, None])).sum(-1) >= count,
+        low,
+        high,
+        ties.shape[1].bit_length(),
+        jnp.any(ties.sum(-1) > count),
+    )
+    return ties & (ids < end[:, None])

@@ -1,0 +1,191 @@
+"""The jitted programs, as pure functions: resolve (FutureMap) -> forward -> sample -> stash and publish.
+
+Every program takes (weights, state, packed): the model's flat leaves, the donated state, one int32 array. `fused` is
+a whole step. `forward` and `sample` are the same cut in two, for launches whose mask is known late or at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxoverlap.device.buckets import Bucket
+from jaxoverlap.device.packing import PAGES_LAYOUT, Layout
+from jaxoverlap.device.sampling import RowParams, sample
+from jaxoverlap.device.state import PROMPT_LEN, State
+from jaxoverlap.kernels.backend import Implementation
+from jaxoverlap.kernels.future_map import POISON, gather, scatter, take
+from jaxoverlap.models.paged import PagedContext
+
+# What the poison check of a row finds.
+FAULT_NONE, FAULT_UNWRITTEN, FAULT_LENGTH = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Of one step, rows padded to the bucket; arrays of their own, never donated."""
+
+    tokens: jax.Array  # int32 [B]
+    logprobs: jax.Array  # f32 [B]
+    faults: jax.Array | None  # int32 [B], with poison only
+
+
+jax.tree_util.register_dataclass(Outputs, ["tokens", "logprobs", "faults"], [])
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Makes the programs of one model and one page geometry."""
+
+    graph: Any  # nnx graph definition
+    tree: Any  # how the flat weights fold into the model's state
+    page_size: int
+    num_locs: int
+    scatter_with: Implementation
+    gather_with: Implementation
+    poison: bool
+
+    def fused(self, bucket: Bucket, layout: Layout) -> Callable[..., tuple[State, Outputs]]:
+        def step(weights: tuple[jax.Array, ...], state: State, packed: jax.Array) -> tuple[State, Outputs]:
+            fields = layout.fields(packed)
+            state, logits, faults = self._forward(bucket, weights, state, fields)
+            state, tokens, logprobs = self._sample(state, logits, fields, None)
+            return state, Outputs(tokens, logprobs, faults)
+
+        return step
+
+    def forward(self, bucket: Bucket, layout: Layout) -> Callable[..., tuple[State, jax.Array, jax.Array | None]]:
+        """Gives logits f32 [B, V] and the faults, for `sample`."""
+
+        def step(
+            weights: tuple[jax.Array, ...], state: State, packed: jax.Array
+        ) -> tuple[State, jax.Array, jax.Array | None]:
+            return self._forward(bucket, weights, state, layout.fields(packed))
+
+        return step
+
+    def sample(self, layout: Layout) -> Callable[..., tuple[State, jax.Array, jax.Array]]:
+        def step(state: State, logits: jax.Array, packed: jax.Array) -> tuple[State, jax.Array, jax.Array]:
+            fields = layout.fields(packed)
+            return self._sample(state, logits, fields, fields["mask"])
+
+        return step
+
+    def _forward(
+        self, bucket: Bucket, weights: tuple[jax.Array, ...], state: State, fields: dict[str, jax.Array]
+    ) -> tuple[State, jax.Array, jax.Array | None]:
+        state = _write_pages(state, fields["page_writes"])
+        model = nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
+        if not bucket.is_decode:
+            state = _write_params(state, fields)
+        state, ids, context, faults = self._resolve(bucket, state, fields)
+        hidden, cache = model(ids, context, state.cache)
+        logits = model.logits(hidden[context.last_tokens])
+        lens = scatter(state.new_seq_lens, fields["slots"], fields["seq_lens"], implementation=self.scatter_with)
+        return dataclasses.replace(state, cache=tuple(cache), new_seq_lens=lens), logits, faults
+
+    def _resolve(
+        self, bucket: Bucket, state: State, fields: dict[str, jax.Array]
+    ) -> tuple[State, jax.Array, PagedContext, jax.Array | None]:
+        """Input ids int32 [T], with those of decode rows read from the FutureMap, and where they stand."""
+        slots, rows = fields["slots"], jnp.arange(bucket.rows, dtype=jnp.int32)
+        if bucket.is_decode:
+            state, ids, faults = self._relayed(state, slots, fields["seq_lens"])
+            context = self._context(state, fields, rows, rows, jnp.ones_like(rows), is_decode=True)
+            return state, ids, context, faults
+        decoding = rows >= fields["prefills"][0]
+        state, relayed, faults = self._relayed(state, jnp.where(decoding, slots, 0), fields["seq_lens"])
+        ends = jnp.cumsum(fields["extend_lens"])
+        behind = (jnp.arange(bucket.tokens, dtype=jnp.int32)[:, None] >= ends[None]).sum(-1, dtype=jnp.int32)
+        token_rows = jnp.minimum(behind, bucket.rows - 1)
+        ids = jnp.where(decoding[token_rows], relayed[token_rows], fields["ids"])
+        starts = ends - fields["extend_lens"]
+        context = self._context(state, fields, token_rows, starts, fields["extend_lens"], is_decode=False)
+        return state, ids, context, faults
+
+    def _relayed(
+        self, state: State, slots: jax.Array, seq_lens: jax.Array
+    ) -> tuple[State, jax.Array, jax.Array | None]:
+        """Tokens int32 [B] of `slots`; 0 names no slot. With poison: each is read once, right after it was written."""
+        if not self.poison:
+            return state, gather(state.output_tokens, slots, implementation=self.gather_with), None
+        both = {"scatter_with": self.scatter_with, "gather_with": self.gather_with}
+        tokens, output_tokens = take(state.output_tokens, slots, **both)
+        lens = gather(state.new_seq_lens, slots, implementation=self.gather_with)
+        faults = jnp.where(lens + 1 == seq_lens, FAULT_NONE, FAULT_LENGTH)
+        faults = jnp.where(slots == 0, FAULT_NONE, jnp.where(tokens == POISON, FAULT_UNWRITTEN, faults))
+        return dataclasses.replace(state, output_tokens=output_tokens), jnp.maximum(tokens, 0), faults
+
+    def _context(
+        self,
+        state: State,
+        fields: dict[str, jax.Array],
+        token_rows: jax.Array,
+        q_starts: jax.Array,
+        extend_lens: jax.Array,
+        *,
+        is_decode: bool,
+    ) -> PagedContext:
+        seq_lens = fields["seq_lens"]
+        table = state.page_table[fields["slots"]]
+        tokens = jnp.arange(token_rows.shape[0], dtype=jnp.int32)
+        offsets = tokens - q_starts[token_rows]
+        real = (offsets < extend_lens[token_rows]) & (seq_lens[token_rows] > 0)
+        positions = jnp.where(real, (seq_lens - extend_lens)[token_rows] + offsets, 0)
+        size = jnp.int32(self.page_size)
+        pages = jnp.where(real, table[token_rows, lax.div(positions, size)], 0)
+        return PagedContext(
+            positions=positions,
+            token_rows=token_rows,
+            token_locs=jnp.where(real, pages * size + lax.rem(positions, size), 0),
+            page_table=table,
+            seq_lens=seq_lens,
+            q_starts=q_starts,
+            extend_lens=extend_lens,
+            last_tokens=jnp.maximum(q_starts + extend_lens - 1, 0),
+            page_size=self.page_size,
+            num_locs=self.num_locs,
+            is_decode=is_decode,
+        )
+
+    def _sample(
+        self, state: State, logits: jax.Array, fields: dict[str, jax.Array], mask: jax.Array | None
+    ) -> tuple[State, jax.Array, jax.Array]:
+        slots, positions = fields["slots"], fields["seq_lens"]
+        columns = state.params[slots]
+        forced = None if state.script is None else _scripted(state.script[slots], positions - columns[:, PROMPT_LEN])
+        tokens, logprobs = sample(logits, RowParams.unpack(columns), positions, mask, forced)
+        stashed = scatter(state.output_tokens, slots, tokens, implementation=self.scatter_with)
+        return dataclasses.replace(state, output_tokens=stashed), tokens, logprobs
+
+
+def write_pages(page_table: jax.Array, packed: jax.Array) -> jax.Array:
+    """The page table (donated) with the entries of a PAGES_LAYOUT array."""
+    slots, index, pages = PAGES_LAYOUT.fields(packed)["page_writes"]
+    return page_table.at[slots, index].set(pages)
+
+
+def _write_pages(state: State, page_writes: jax.Array) -> State:
+    slots, index, pages = page_writes
+    return dataclasses.replace(state, page_table=state.page_table.at[slots, index].set(pages))
+
+
+def _write_params(state: State, fields: dict[str, jax.Array]) -> State:
+    """Parameters of the prefill rows; the others write the padding row."""
+    rows = jnp.arange(fields["slots"].shape[0])
+    slots = jnp.where(rows < fields["prefills"][0], fields["slots"], 0)
+    script = None if state.script is None else state.script.at[slots].set(fields["script"])
+    return dataclasses.replace(state, params=state.params.at[slots].set(fields["params"]), script=script)
+
+
+def _scripted(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """int32 [B]: the forced token of each row [B, N] at its output index, else -1."""
+    forced = jnp.take_along_axis(rows, index[:, None], axis=1, mode="fill", fill_value=-1)[:, 0]
+    return jnp.where(index < 0, -1, forced)

@@ -1,0 +1,157 @@
+"""Sampling on constant logits, against a float64 reference that sorts."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from scipy import stats
+
+from jaxoverlap.device.sampling import RowParams, sample
+
+OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": -1, "seed": 0}
+jitted = jax.jit(lambda logits, params, *rest: sample(logits, RowParams(*params), *rest))
+
+
+def draw(logits, rows, positions, mask=None, forced=None):
+    """rows: parameter dicts -> tokens, logprobs."""
+    rows = [{**OFF, **r} for r in rows]
+    dtypes = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "top_k": np.int32, "seed": np.uint32}
+    params = tuple(np.array([r[name] for r in rows], dtype) for name, dtype in dtypes.items())
+    rest = () if mask is None and forced is None else (mask, forced)
+    out = jitted(np.asarray(logits, np.float32), params, np.asarray(positions, np.int32), *rest)
+    return tuple(np.asarray(x) for x in out)
+
+
+def distribution(logits, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0):
+    """float64 probabilities of each id by a stable sort, as SGLang filters: all over the same full softmax."""
+    x = np.asarray(logits, np.float64) / temperature
+    p = np.exp(x - x.max())
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    ranked = p[order]
+    keep = np.ones(len(p), bool)
+    if top_k > 0:
+        keep &= np.arange(len(p)) < top_k
+    if top_p < 1:
+        keep &= np.cumsum(ranked) - ranked <= top_p
+    keep &= ranked >= ranked[0] * min_p
+    out = np.zeros(len(p))
+    out[order[keep]] = ranked[keep] / ranked[keep].sum()
+    return out
+
+
+LOGITS = np.random.default_rng(7).normal(0, 2, 40).astype(np.float32)
+LOGITS[11] = LOGITS[3] = LOGITS.max() - 0.5  # a tie among the likely ones
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.5},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"temperature": 1.7, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
+        {"top_k": 3, "top_p": 0.99},
+    ],
+    ids=str,
+)
+def test_draws_follow_the_distribution(params):
+    n = 4096
+    tokens, logprobs = draw(np.tile(LOGITS, (n, 1)), [{**params, "seed": 5}] * n, np.arange(n))
+    expected = distribution(LOGITS, **params)
+    counts = np.bincount(tokens, minlength=40)
+    assert not counts[expected == 0].any()
+    likely = expected * n >= 5
+    observed = np.append(counts[likely], counts[~likely].sum())
+    wanted = np.append(expected[likely], expected[~likely].sum()) * n
+    if wanted[-1] < 1e-9:
+        observed, wanted = observed[:-1], wanted[:-1]
+    assert stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-3
+    # Log-probabilities are the model's own, before temperature and cuts.
+    np.testing.assert_allclose(logprobs, np.log(distribution(LOGITS))[tokens], atol=1e-5)
+
+
+@pytest.mark.parametrize("seed_of_case", range(6))
+def test_kept_ids_are_the_references(seed_of_case):
+    """Over many draws from flat-ish logits exactly the kept ids turn up, ties at the cut included."""
+    rng = np.random.default_rng(seed_of_case)
+    logits = rng.integers(0, 3, 12).astype(np.float32) * 0.5  # many ties
+    params = {"top_k": int(rng.integers(2, 9)), "top_p": float(rng.uniform(0.3, 0.95)), "min_p": 0.2}
+    tokens, _ = draw(np.tile(logits, (1024, 1)), [params] * 1024, np.arange(1024))
+    assert set(tokens.tolist()) == set(np.flatnonzero(distribution(logits, **params)).tolist())
+
+
+def test_one_batch_of_different_rows_in_every_order():
+    """Greedy, top_k 1, a tiny top_p and a seeded row; two tied maxima. No row follows another's parameters."""
+    logits = np.full(64, -1.0, np.float32)
+    logits[[9, 41]] = 3.0
+    rows = [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"seed": 5}]
+    positions = [17, 18, 19, 20]
+    solo = [draw(logits[None], [r], [p])[0][0] for r, p in zip(rows, positions)]
+    assert solo[:3] == [9, 9, 9]
+    for order in itertools.permutations(range(4)):
+        tokens, _ = draw(np.tile(logits, (4, 1)), [rows[i] for i in order], [positions[i] for i in order])
+        assert tokens.tolist() == [solo[i] for i in order]
+    seeded = draw(np.tile(logits, (64, 1)), [rows[3]] * 64, np.arange(64))[0]
+    assert len(set(seeded.tolist())) > 2  # the seeded row does sample
+
+
+def test_noise_comes_from_seed_and_position_alone():
+    uniform = np.zeros((8, 1000), np.float32)
+
+    def run(seed, row, others):
+        rows = [{"seed": s} for s in others]
+        rows[row] = {"seed": seed}
+        out = []
+        for position in range(64):
+            at = np.full(8, position + 3)
+            at[row] = position
+            out.append(int(draw(uniform, rows, at)[0][row]))
+        return out
+
+    seven = run(7, 0, range(100, 108))
+    assert len(set(seven)) > 40
+    assert run(7, 3, range(200, 208)) == seven
+    alone = [int(draw(uniform[:1], [{"seed": 7}], [p])[0][0]) for p in range(64)]
+    assert alone == seven
+    eight = run(8, 0, range(100, 108))
+    assert sum(a == b for a, b in zip(seven, eight)) < 5
+    large = run(2**32 - 1, 0, range(8))
+    assert sum(a == b for a, b in zip(seven, large)) < 5
+
+
+def test_masks():
+    """Only allowed ids come out, in greedy and in sampled rows; a full mask changes nothing."""
+    rng = np.random.default_rng(1)
+    vocab = 70
+    logits = rng.normal(0, 1, (6, vocab)).astype(np.float32)
+    allowed = rng.random((6, vocab)) < 0.1
+    allowed[:, 69] = True
+    allowed[5] = True
+    words = np.zeros((6, 3 * 32), bool)
+    words[:, :vocab] = allowed
+    mask = np.packbits(words, axis=1, bitorder="little").view(np.int32)
+    rows = [{"temperature": 0.0}] * 2 + [{"seed": 3, "top_k": 50}] * 4
+    forced = np.full(6, -1, np.int32)
+    for position in range(20):
+        tokens, logprobs = draw(logits, rows, [position] * 6, mask, forced)
+        assert allowed[np.arange(6), tokens].all()
+        best = np.where(allowed, logits, -np.inf).argmax(1)
+        assert tokens[:2].tolist() == best[:2].tolist()
+        free, _ = draw(logits, rows, [position] * 6)
+        assert tokens[5] == free[5]
+        x = logits.astype(np.float64)
+        expected = x - np.log(np.exp(x).sum(1, keepdims=True))
+        np.testing.assert_allclose(logprobs, expected[np.arange(6), tokens], atol=1e-5)
+
+
+def test_forced_tokens():
+    logits = np.tile(LOGITS, (3, 1))
+    mask = np.full((3, 2), -1, np.int32)
+    tokens, logprobs = draw(logits, [{"temperature": 0.0}] * 3, [1, 2, 3], mask, np.array([8, -1, 0], np.int32))
+    assert tokens.tolist() == [8, LOGITS.argmax(), 0]
+    np.testing.assert_allclose(logprobs, np.log(distribution(LOGITS))[tokens], atol=1e-5)

@@ -1,0 +1,153 @@
+"""Against a float64 reference that knows nothing of pages, blocks or running softmaxes."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxoverlap.kernels import paged_attention
+from jaxoverlap.kernels.kv_write import kv_write
+from jaxoverlap.kernels.paged_attention import decode_attention, extend_attention
+
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
+
+
+def attention_reference(q, k, v, scale):
+    """One row in float64: q [n, Hq, D], the last n positions of k, v [m, Hkv, D]."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    n, heads, _ = q.shape
+    m, kv_heads, _ = k.shape
+    out = np.zeros_like(q)
+    for i in range(n):
+        for h in range(heads):
+            g = h // (heads // kv_heads)
+            seen = m - n + i + 1
+            s = k[:seen, g] @ q[i, h] * scale
+            p = np.exp(s - s.max())
+            out[i, h] = (p / p.sum()) @ v[:seen, g]
+    return out
+
+
+@dataclass
+class Paged:
+    """Rows' keys and values scattered over pages; everything that no row owns is NaN."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    cache: tuple
+    table: np.ndarray
+    first_loc: int
+
+
+def paged(rng, lens, page_size, kv_heads, dim, dtype, layers=2):
+    pages = max(1, -(-max(lens) // page_size)) + 1
+    num_pages = sum(-(-n // page_size) for n in lens) + 2
+    num_locs = (num_pages + 1) * page_size
+    order = iter(rng.permutation(np.arange(1, num_pages + 1)))
+    table = np.zeros((len(lens), pages), np.int32)
+    cache = [np.full((layers * num_locs, kv_heads, dim), np.nan, np.float32) for _ in range(2)]
+    first_loc = num_locs  # the second layer
+    rows = []
+    for b, n in enumerate(lens):
+        data = rng.standard_normal((2, n, kv_heads, dim)).astype(dtype)
+        rows.append(data)
+        for p in range(n):
+            if p % page_size == 0:
+                table[b, p // page_size] = next(order)
+            loc = first_loc + table[b, p // page_size] * page_size + p % page_size
+            cache[0][loc], cache[1][loc] = data[0, p], data[1, p]
+    keys, values = [r[0] for r in rows], [r[1] for r in rows]
+    return Paged(keys, values, tuple(jnp.asarray(c, dtype) for c in cache), table, first_loc)
+
+
+def error(got, expected):
+    got = np.asarray(got, np.float64)
+    assert np.isfinite(got).all()
+    return np.abs(got - expected).max() / max(1.0, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("page_size", "heads", "kv_heads", "dim"), [(1, 3, 3, 8), (4, 6, 2, 20), (5, 4, 1, 8), (64, 2, 2, 8)]
+)
+def test_decode(monkeypatch, dtype, page_size, heads, kv_heads, dim):
+    monkeypatch.setattr(paged_attention, "KV_BLOCK", 16)
+    rng = np.random.default_rng(page_size)
+    lens = [1, 16, 0, 37, 15, 17]
+    p = paged(rng, lens, page_size, kv_heads, dim, dtype)
+    q = jnp.asarray(rng.standard_normal((len(lens), heads, dim)), dtype)
+    where = {"page_size": page_size, "first_loc": p.first_loc, "scale": dim**-0.5}
+    got = decode_attention(q, *p.cache, jnp.array(p.table), jnp.array(lens, jnp.int32), **where)
+    assert got.dtype == dtype
+    for b, n in enumerate(lens):
+        expected = attention_reference(q[b : b + 1], p.keys[b], p.values[b], dim**-0.5)[0] if n else np.zeros_like(q[b])
+        assert error(got[b], expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("page_size", "dtype"), [(1, jnp.float32), (4, jnp.bfloat16), (5, jnp.float32)])
+@pytest.mark.parametrize(
+    "rows",  # (cached prefix, tokens of this step)
+    [
+        [(0, 1)],
+        [(0, 40)],
+        [(33, 7), (0, 20), (12, 1), (0, 0)],
+        [(5, 1), (16, 16), (31, 1), (15, 17), (0, 0), (0, 0)],
+    ],
+    ids=["one token", "one prompt", "ragged", "mixed"],
+)
+def test_extend(monkeypatch, dtype, page_size, rows):
+    monkeypatch.setattr(paged_attention, "KV_BLOCK", 16)
+    heads, kv_heads, dim, padding = 4, 2, 8, 3
+    rng = np.random.default_rng(len(rows))
+    lens = [a + b for a, b in rows]
+    p = paged(rng, lens, page_size, kv_heads, dim, dtype)
+    extend = np.array([b for _, b in rows], np.int32)
+    starts = np.cumsum(extend, dtype=np.int32) - extend
+    q = jnp.asarray(rng.standard_normal((extend.sum() + padding, heads, dim)), dtype)
+    where = {"page_size": page_size, "first_loc": p.first_loc, "scale": 0.3}
+    ints = [jnp.array(x, jnp.int32) for x in (p.table, lens, starts, extend)]
+    got = extend_attention(q, *p.cache, *ints, **where)
+    assert got.dtype == dtype
+    for b in range(len(rows)):
+        mine = slice(starts[b], starts[b] + extend[b])
+        if extend[b]:
+            assert error(got[mine], attention_reference(q[mine], p.keys[b], p.values[b], 0.3)) < TOLERANCE[dtype]
+    assert not np.asarray(got[extend.sum() :], np.float32).any()
+
+
+def test_rows_do_not_touch_each_other():
+    """A row's result is bit-equal whatever the other rows of the batch hold."""
+    rng = np.random.default_rng(3)
+    p = paged(rng, [9, 200, 30], 4, 2, 8, jnp.float32)
+    q = jnp.asarray(rng.standard_normal((3, 4, 8)), jnp.float32)
+    where = {"page_size": 4, "first_loc": p.first_loc, "scale": 0.3}
+    whole = decode_attention(q, *p.cache, jnp.array(p.table), jnp.array([9, 200, 30], jnp.int32), **where)
+    alone = decode_attention(q, *p.cache, jnp.array(p.table), jnp.array([9, 0, 0], jnp.int32), **where)
+    np.testing.assert_array_equal(whole[0], alone[0])
+
+
+def test_kv_write():
+    rng = np.random.default_rng(0)
+    cache = rng.standard_normal((10, 2, 4)).astype(np.float32)
+    new = rng.standard_normal((4, 2, 4)).astype(np.float32)
+    expected = cache.copy()
+    expected[[7, 3, 9]] = new[:3]
+    out = kv_write(jnp.array(cache), jnp.array(new), jnp.array([7, 3, 9, 0], jnp.int32))
+    np.testing.assert_array_equal(out[1:], expected[1:])
+
+
+def test_wrong_shapes_are_refused():
+    q, kv = jnp.zeros((2, 4, 8)), jnp.zeros((16, 3, 8))
+    table, lens = jnp.zeros((2, 4), jnp.int32), jnp.zeros(2, jnp.int32)
+    where = {"page_size": 1, "first_loc": 0, "scale": 1.0}
+    with pytest.raises(ValueError, match="q has 4 heads, no multiple of the cache's 3"):
+        decode_attention(q, kv, kv, table, lens, **where)
+    with pytest.raises(ValueError, match=r"keys must have shape \[\?, \?, 8\]"):
+        decode_attention(q, kv[:, :, :4], kv, table, lens, **where)
+    with pytest.raises(ValueError, match=r"seq_lens must have shape \[2\]"):
+        decode_attention(q, kv[:, :2], kv[:, :2], table, lens[:1], **where)
+    with pytest.raises(ValueError, match="extend_lens must be int32"):
+        extend_attention(q, kv[:, :2], kv[:, :2], table, lens, lens, lens.astype(jnp.float32), **where)
+    with pytest.raises(ValueError, match=r"new must have shape \[2, 3, 8\]"):
+        kv_write(kv, jnp.zeros((2, 2, 8)), lens)
