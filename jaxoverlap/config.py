@@ -109,6 +109,12 @@ class EngineConfig:
         if self.speculative_eagle_topk != 1:
             raise ValueError(f"speculative_eagle_topk must be 1 (chains), not {self.speculative_eagle_topk}")
 
+    @property
+    def verify_reserve(self) -> int:
+        """Places that a verify step keeps behind a row's committed tokens, 0 without speculation: SGLang's twice the
+        drafts, for the result in flight may have accepted as many."""
+        return 2 * max(self.speculative_num_steps, self.speculative_num_draft_tokens)
+
     @classmethod
     def from_sources(
         cls,

@@ -77,7 +77,7 @@ class ChecksumModel(nnx.Module):
     def __call__(
         self, ids: jax.Array, context: PagedContext, cache: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """ids int32 [T] -> int32 [T, 1], the next token of each token's row, and the cache."""
+        """ids int32 [T] -> int32 [T, 1], the hash h of each token's row, and the cache."""
         stored = cache[0].at[context.token_locs].set(ids)
         lens = context.seq_lens
 
@@ -92,11 +92,11 @@ class ChecksumModel(nnx.Module):
 
         steps = (jnp.max(lens) + _UNROLL - 1) // _UNROLL
         h = lax.fori_loop(0, steps, body, jnp.full_like(lens, _START))
-        following = self.config.offset + lax.rem(h, jnp.int32(self.config.span))
-        return following[context.token_rows][:, None], (stored,)
+        return h[context.token_rows][:, None], (stored,)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden int32 [B, 1] -> float32 [B, V]: 0 at the next token, falling by 1000 with each id upwards (cyclic)."""
-        distance = jnp.arange(self.config.vocab_size) - hidden
+        following = self.config.offset + lax.rem(hidden, jnp.int32(self.config.span))
+        distance = jnp.arange(self.config.vocab_size) - following
         distance = jnp.where(distance < 0, distance + self.config.vocab_size, distance)
         return distance.astype(jnp.float32) * -_GAP

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -24,31 +27,35 @@ from jaxoverlap.device.packing import (
     pack_pages,
     pack_sample,
     pack_step,
+    pack_verify,
     sample_layout,
     step_layout,
+    verify_layout,
 )
 from jaxoverlap.device.state import Script, initial_state
-from jaxoverlap.device.step import FAULT_NONE, FAULT_UNWRITTEN, Outputs, Steps, write_pages
+from jaxoverlap.device.step import FAULT_NONE, FAULT_UNWRITTEN, Outputs, Speculator, Steps, write_pages
 from jaxoverlap.kernels.backend import choose, quiet_lowering
 from jaxoverlap.models.paged import Model
 
 Progress = Callable[[int, int, str], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Program:
-    """One jitted step function; `donate` is the place of the state among its arguments."""
+    """One jitted step function; `donate` is the place of the state among its arguments. Warm-up puts the compiled
+    program into `call`: unlike a jitted function, it is not compiled anew when the process changes JAX's settings or
+    imports a module that adds one."""
 
     name: str
     step: Callable[..., Any]
     layout: Layout
     donate: int
-    call: Callable[..., Any] = field(init=False)
+    call: Any = field(init=False)
 
     def __post_init__(self) -> None:
         named = functools.wraps(self.step)(lambda *args: self.step(*args))
         named.__name__ = named.__qualname__ = self.name
-        object.__setattr__(self, "call", jax.jit(named, donate_argnums=self.donate))
+        self.call = jax.jit(named, donate_argnums=self.donate)
 
 
 class Handle:
@@ -64,7 +71,7 @@ class Handle:
 
     def send_back(self, outputs: Outputs) -> None:
         self.outputs = outputs
-        for array in (outputs.tokens, outputs.logprobs, outputs.faults):
+        for array in (outputs.tokens, outputs.logprobs, outputs.faults, outputs.verified):
             if array is not None:
                 array.copy_to_host_async()
 
@@ -74,7 +81,8 @@ class JaxRunner:
 
     `model` is an nnx module with its weights on the device. `max_total_tokens` is the KV pool, a multiple
     of the page size, beside which one page for padding is kept. `masks`: also warm up the cut programs that launches
-    with `delay_sample` or a mask need; without it such a launch is refused. `script`: forced outputs, see Script.
+    with `delay_sample` or a mask need; without it such a launch is refused. `script`: forced outputs, see Script. With a
+    `speculator` decode launches are verify steps. `buckets`: other shapes than `config` gives.
 
     All calls come from one thread. Launches run in order; a failed step leaves the runner unusable. Raises ValueError
     for lengths that do not fit, naming them.
@@ -89,15 +97,18 @@ class JaxRunner:
         context_length: int,
         masks: bool = False,
         script: Script | None = None,
+        speculator: Speculator | None = None,
+        buckets: Buckets | None = None,
     ) -> None:
         if max_total_tokens % config.page_size:
             raise ValueError(f"max_total_tokens {max_total_tokens} must be a multiple of page_size {config.page_size}")
-        self.buckets = Buckets.of(config, context_length=context_length, max_total_tokens=max_total_tokens)
+        self.buckets = buckets or Buckets.of(config, context_length=context_length, max_total_tokens=max_total_tokens)
         self.num_pages = max_total_tokens // config.page_size
         self._rows = config.max_running_requests + 1
-        self._table_pages = -(-context_length // config.page_size)
+        self._table_pages = -(-(context_length + 2 * config.verify_reserve) // config.page_size)
         self._vocab_size: int = model.config.vocab_size
         self._masks, self._script, self._poison = masks, script, config.poison_future_map
+        self._speculator = speculator
         num_locs = (self.num_pages + 1) * config.page_size
         shapes = model.cache_shapes(num_locs)
         for shape in shapes:
@@ -110,7 +121,7 @@ class JaxRunner:
             poison=self._poison,
             script_len=script.length if script else 0,
         )
-        platform = next(iter(self._state.page_table.devices())).platform
+        self._platform = next(iter(self._state.page_table.devices())).platform
         graph, params = nnx.split(model)
         leaves, tree = jax.tree.flatten(params)
         self._weights = tuple(leaves)
@@ -119,8 +130,8 @@ class JaxRunner:
             tree=tree,
             page_size=config.page_size,
             num_locs=num_locs,
-            scatter_with=choose("future_map_scatter", config.kernels, platform),
-            gather_with=choose("future_map_gather", config.kernels, platform),
+            scatter_with=choose("future_map_scatter", config.kernels, self._platform),
+            gather_with=choose("future_map_gather", config.kernels, self._platform),
             poison=self._poison,
         )
         self._guard = CompileGuard()
@@ -137,19 +148,29 @@ class JaxRunner:
         return self._guard.compiles
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles every program by running it on padding; from then on a compile raises CompileError.
+        """Compiles every program, on CPU several at once; from then on a compile raises CompileError.
 
-        `progress(done, total, name)` is told the program about to compile, at the end (total, total, "").
+        `progress(done, total, name)` is told the program just compiled; at first (0, total, "").
         """
         total = len(self._programs)
-        for done, program in enumerate(self._programs.values()):
-            if progress is not None:
-                progress(done, total, program.name)
-            self._run_on_padding(program)
-        jax.block_until_ready(self._state)
+        report = progress or (lambda done, total, name: None)
+        report(0, total, "")
+        on_cpu = self._platform == "cpu"
+        with ThreadPoolExecutor((os.cpu_count() or 1) if on_cpu else 1) as pool:
+            compiling: dict[Future[Any], Program] = {}
+            for program in self._programs.values():
+                with quiet_lowering():
+                    lowered = program.call.lower(*self._padding(program))
+                compiling[pool.submit(lowered.compile)] = program
+            for done, future in enumerate(as_completed(compiling), 1):
+                compiling[future].call = future.result()
+                report(done, total, compiling[future].name)
+        self._guard.compiles += total
+        if not on_cpu:  # loads the programs, and finds out now whether their working memory is there
+            for program in self._programs.values():
+                self._run_on_padding(program)
+            jax.block_until_ready(self._state)
         self._guard.armed = True
-        if progress is not None:
-            progress(total, total, "")
 
     def launch(self, launches: list[Launch]) -> list[Handle]:
         """One launch, one rank. Raises ValueError for a launch that no bucket holds or that names slots or pages out of
@@ -157,6 +178,8 @@ class JaxRunner:
         (launch,) = launches
         bucket = self._bucket(launch)
         _check_range(f"launch {launch.number}: slot", launch.slots, self._rows)
+        if self._speculator is not None and bucket.is_decode:
+            return [self._verify(launch, bucket)]
         cut = launch.delay_sample or launch.mask is not None
         if cut and not self._masks:
             raise ValueError(f"launch {launch.number} needs the cut programs: make the runner with masks=True")
@@ -188,7 +211,14 @@ class JaxRunner:
         rows = len(launch.slots)
         if outputs.faults is not None:
             _raise_faults(launch, np.asarray(outputs.faults)[:rows])
-        return StepResult(np.asarray(outputs.tokens)[:rows], logprobs=np.asarray(outputs.logprobs)[:rows])
+        accepted, lens, bonus = (None,) * 3 if outputs.verified is None else np.asarray(outputs.verified)[:, :rows]
+        return StepResult(
+            np.asarray(outputs.tokens)[:rows],
+            logprobs=np.asarray(outputs.logprobs)[:rows],
+            accept_lens=accepted,
+            seq_lens_in=lens,
+            bonus_in=bonus,
+        )
 
     def is_ready(self, handle: Handle) -> bool:
         return handle.outputs is not None and handle.outputs.tokens.is_ready()  # type: ignore[attr-defined]
@@ -206,10 +236,25 @@ class JaxRunner:
         self._weights = ()
         self._state = None  # type: ignore[assignment]
 
+    def _verify(self, launch: Launch, bucket: Bucket) -> Handle:
+        if launch.mask is not None and not self._masks:
+            raise ValueError(f"launch {launch.number} has a mask: make the runner with masks=True")
+        program = self._program(f"verify_{bucket.rows}")
+        packed = pack_verify(program.layout, launch, self._write_pages_ahead(launch, bucket.writes))
+        handle = Handle(launch, bucket)
+        self._state, outputs = self._call(program, self._weights, self._state, packed)
+        handle.send_back(outputs)
+        return handle
+
     def _make_programs(self) -> dict[str, Program]:
         programs = [Program("write_pages", write_pages, PAGES_LAYOUT, donate=0)]
         script_len = self._script.length if self._script else 0
-        for bucket in (*self.buckets.decode, *self.buckets.extend):
+        speculator = self._speculator
+        for bucket in self.buckets.decode if speculator is not None else ():
+            layout = verify_layout(bucket, speculator.num_draft_tokens, self._vocab_size if self._masks else None)
+            verify = self._steps.verify(bucket, layout, speculator)
+            programs.append(Program(f"verify_{bucket.rows}", verify, layout, donate=1))
+        for bucket in (*(self.buckets.decode if speculator is None else ()), *self.buckets.extend):
             layout = step_layout(bucket, script_len)
             programs.append(Program(bucket.name, self._steps.fused(bucket, layout), layout, donate=1))
             if self._masks:
@@ -261,17 +306,22 @@ class JaxRunner:
         self._state, tokens, logprobs = self._call(program, self._state, logits, packed)
         handle.send_back(Outputs(tokens, logprobs, faults))
 
-    def _run_on_padding(self, program: Program) -> None:
+    def _padding(self, program: Program) -> tuple[Any, ...]:
+        """Arguments of a program that touch nothing but the padding row and page."""
         packed, _ = program.layout.empty()
         if program.name == "write_pages":
-            table = self._call(program, self._state.page_table, packed)
-            self._state = dataclasses.replace(self._state, page_table=table)
-        elif program.name.startswith("sample_"):
+            return self._state.page_table, packed
+        if program.name.startswith("sample_"):
             rows = program.layout.shapes["slots"][0]
-            logits = jax.numpy.zeros((rows, self._vocab_size), jax.numpy.float32)
-            self._state = self._call(program, self._state, logits, packed)[0]
+            return self._state, jnp.zeros((rows, self._vocab_size), jnp.float32), packed
+        return self._weights, self._state, packed
+
+    def _run_on_padding(self, program: Program) -> None:
+        out = self._call(program, *self._padding(program))
+        if program.name == "write_pages":
+            self._state = dataclasses.replace(self._state, page_table=out)
         else:
-            self._state = self._call(program, self._weights, self._state, packed)[0]
+            self._state = out[0]
 
 
 def _check_range(name: str, values: np.ndarray, limit: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,29 @@ from jaxoverlap.kernels.backend import Implementation
 from jaxoverlap.kernels.future_map import POISON, gather, scatter, take
 from jaxoverlap.models.paged import PagedContext
 
+Cache = tuple[jax.Array, ...]
+
+
+class Speculator(Protocol):
+    """How a verify step drafts and accepts, traced into one program."""
+
+    num_draft_tokens: int  # tokens that a row may gain in one step
+
+    def verify(
+        self,
+        model: Any,
+        bonus: jax.Array,
+        forward: Callable[[jax.Array, int, Cache], tuple[jax.Array, Cache]],
+        pick: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]],
+        cache: Cache,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Cache]:
+        """`bonus` int32 [B]: each row's last token, not in the cache yet. `forward(ids [B], ahead, cache)` runs one
+        token a row, `ahead` places behind the rows' lengths; `pick(hidden [B, D], ahead)` samples the one behind it.
+
+        Gives tokens int32 [B, drafts], their log-probabilities, how many count int32 [B], and the cache.
+        """
+
+
 # What the poison check of a row finds.
 FAULT_NONE, FAULT_UNWRITTEN, FAULT_LENGTH = 0, 1, 2
 
@@ -32,12 +55,13 @@ FAULT_NONE, FAULT_UNWRITTEN, FAULT_LENGTH = 0, 1, 2
 class Outputs:
     """Of one step, rows padded to the bucket; arrays of their own, never donated."""
 
-    tokens: jax.Array  # int32 [B]
-    logprobs: jax.Array  # f32 [B]
-    faults: jax.Array | None  # int32 [B], with poison only
+    tokens: jax.Array  # int32 [B]; of a verify step [B, drafts]
+    logprobs: jax.Array  # f32, shape of tokens
+    faults: jax.Array | None = None  # int32 [B], with poison only
+    verified: jax.Array | None = None  # int32 [3, B]: tokens accepted, length and token that the step started from
 
 
-jax.tree_util.register_dataclass(Outputs, ["tokens", "logprobs", "faults"], [])
+jax.tree_util.register_dataclass(Outputs, ["tokens", "logprobs", "faults", "verified"], [])
 
 
 @dataclass(frozen=True)
@@ -75,6 +99,37 @@ class Steps:
         def step(state: State, logits: jax.Array, packed: jax.Array) -> tuple[State, jax.Array, jax.Array]:
             fields = layout.fields(packed)
             return self._sample(state, logits, fields, fields["mask"])
+
+        return step
+
+    def verify(self, bucket: Bucket, layout: Layout, speculator: Speculator) -> Callable[..., tuple[State, Outputs]]:
+        """A decode step of several tokens a row: their length and first token come from the FutureMap, since the host
+        hears one launch late how many the step before accepted."""
+
+        def step(weights: tuple[jax.Array, ...], state: State, packed: jax.Array) -> tuple[State, Outputs]:
+            fields = layout.fields(packed)
+            state = _write_pages(state, fields["page_writes"])
+            model = nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
+            slots, rows = fields["slots"], jnp.arange(bucket.rows, dtype=jnp.int32)
+            bonus = gather(state.output_tokens, slots, implementation=self.gather_with)
+            lens = gather(state.new_seq_lens, slots, implementation=self.gather_with)
+
+            def forward(ids: jax.Array, ahead: int, cache: Cache) -> tuple[jax.Array, Cache]:
+                known = {"slots": slots, "seq_lens": jnp.where(slots == 0, 0, lens + ahead + 1)}
+                context = self._context(state, known, rows, rows, jnp.ones_like(rows), is_decode=True)
+                hidden, cache = model(ids, context, cache)
+                return hidden, tuple(cache)
+
+            def pick(hidden: jax.Array, ahead: int) -> tuple[jax.Array, jax.Array]:
+                mask = fields["mask"][:, ahead] if "mask" in fields else None
+                return self._pick(state, model.logits(hidden), slots, lens + ahead + 1, mask)
+
+            tokens, logprobs, accepted, cache = speculator.verify(model, bonus, forward, pick, state.cache)
+            last = jnp.take_along_axis(tokens, accepted[:, None] - 1, axis=1)[:, 0]
+            stashed = scatter(state.output_tokens, slots, last, implementation=self.scatter_with)
+            published = scatter(state.new_seq_lens, slots, lens + accepted, implementation=self.scatter_with)
+            state = dataclasses.replace(state, cache=cache, output_tokens=stashed, new_seq_lens=published)
+            return state, Outputs(tokens, logprobs, verified=jnp.stack([accepted, lens, bonus]))
 
         return step
 
@@ -158,12 +213,17 @@ class Steps:
     def _sample(
         self, state: State, logits: jax.Array, fields: dict[str, jax.Array], mask: jax.Array | None
     ) -> tuple[State, jax.Array, jax.Array]:
-        slots, positions = fields["slots"], fields["seq_lens"]
+        tokens, logprobs = self._pick(state, logits, fields["slots"], fields["seq_lens"], mask)
+        stashed = scatter(state.output_tokens, fields["slots"], tokens, implementation=self.scatter_with)
+        return dataclasses.replace(state, output_tokens=stashed), tokens, logprobs
+
+    def _pick(
+        self, state: State, logits: jax.Array, slots: jax.Array, positions: jax.Array, mask: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The token at `positions` int32 [B] of each row, and its log-probability."""
         columns = state.params[slots]
         forced = None if state.script is None else _scripted(state.script[slots], positions - columns[:, PROMPT_LEN])
-        tokens, logprobs = sample(logits, RowParams.unpack(columns), positions, mask, forced)
-        stashed = scatter(state.output_tokens, slots, tokens, implementation=self.scatter_with)
-        return dataclasses.replace(state, output_tokens=stashed), tokens, logprobs
+        return sample(logits, RowParams.unpack(columns), positions, mask, forced)
 
 
 def write_pages(page_table: jax.Array, packed: jax.Array) -> jax.Array:

@@ -15,22 +15,28 @@ from jaxoverlap.replay.toys import ToyGrammarBackend, toy_text
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler import Scheduler
 
-RunnerFactory = Callable[[EngineConfig, Scenario], Runner]
+RunnerFactory = Callable[[EngineConfig, Scenario, int], Runner]  # for a rank
 
 
 def play(scenario: Scenario, overlap: bool, make_runner: RunnerFactory, **settings: Any) -> Any:
     """The trace of one loop; with DP a list, one a rank. `settings`: EngineConfig fields beside the scenario's own."""
-    config = scenario.engine_config(overlap, **settings)
-    player = Player(scenario, config, make_runner)
-    traces = player.run()
-    return traces if config.dp_size > 1 else traces[0]
+    return trace_of(record(scenario, overlap, make_runner, **settings))
+
+
+def record(scenario: Scenario, overlap: bool, make_runner: RunnerFactory, **settings: Any) -> list[Recorder]:
+    """One loop, played to its end; a recorder a rank."""
+    return Player(scenario, scenario.engine_config(overlap, **settings), make_runner).run()
+
+
+def trace_of(recorders: list[Recorder]) -> Any:
+    return recorders[0].trace() if len(recorders) == 1 else [r.trace() for r in recorders]
 
 
 class Player:
     def __init__(self, scenario: Scenario, config: EngineConfig, make_runner: RunnerFactory) -> None:
         self.scenario = scenario
         self.turn = 0
-        self.runners = [make_runner(config, scenario) for _ in range(config.dp_size)]
+        self.runners = [make_runner(config, scenario, rank) for rank in range(config.dp_size)]
         self.recorders = [Recorder(config.speculative_num_draft_tokens > 0) for _ in range(config.dp_size)]
         assert config.max_total_tokens is not None
         self.schedulers = [
@@ -47,7 +53,7 @@ class Player:
             for rank in range(config.dp_size)
         ]
 
-    def run(self) -> list[dict[str, Any]]:
+    def run(self) -> list[Recorder]:
         idle = 0
         last = max((op["at"] for op in self.scenario.ops), default=-1)
         while self.turn < self.scenario.max_turns and idle <= self.scenario.idle_tail:
@@ -61,7 +67,7 @@ class Player:
             quiet = self.turn >= last and not any(s.has_work or s.is_paused for s in self.schedulers)
             idle = idle + 1 if quiet else 0
             self.turn += 1
-        return [r.trace() for r in self.recorders]
+        return self.recorders
 
     def deliver(self) -> None:
         for op in self.scenario.ops:

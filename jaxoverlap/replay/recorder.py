@@ -14,6 +14,7 @@ class Recorder:
     def __init__(self, speculative: bool) -> None:
         self.speculative = speculative
         self.turns: list[dict[str, Any]] = []
+        self.reasons: list[list[str]] = []  # of each turn: why it went as it did
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.verify_of: dict[int, dict[str, Any]] = {}
@@ -22,6 +23,7 @@ class Recorder:
 
     def begin(self, turn: int) -> None:
         self.now = {"turn": turn, "order": []}
+        self.reasons.append([])
 
     # from the scheduler
 
@@ -38,6 +40,11 @@ class Recorder:
             self.now.setdefault("finished", {})[rid] = self.finished[rid] = reason_text(request.finish_reason)
         elif event in ("dropped", "middle_chunk", "retracted"):
             self.now.setdefault(event, []).append(rid)
+        if event == "dropped":
+            self.reason(f"{rid}'s result is dropped: it was {'put back' if request.is_retracted else 'over'} before")
+
+    def reason(self, text: str) -> None:
+        self.reasons[-1].append(text)
 
     # from the driver
 
@@ -77,10 +84,13 @@ class Recorder:
     def end(self, s: Scheduler, overlap_disabled: bool) -> None:
         for output in s.outputs:
             if output.request.finish_reason is None or output.request.rid in self.finished:
-                self.now.setdefault("stream", {})[output.request.rid] = output.completion_tokens
+                told = output.request.finished_len if output.finished else output.completion_tokens
+                self.now.setdefault("stream", {})[output.request.rid] = told
         s.outputs.clear()
         if overlap_disabled:
             self.now["overlap_disabled"] = True
+        if s.is_paused:
+            self.reason("paused: nothing is composed")
         self.now["end"] = pools(s)
         self.turns.append(self.now)
 

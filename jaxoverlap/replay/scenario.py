@@ -3,30 +3,104 @@
 from __future__ import annotations
 
 import json
+import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxoverlap.config import EngineConfig
+from jaxoverlap.sampling_params import SamplingParams
 
 CONTEXT_LENGTH = 4096
 VOCAB_SIZE = 1000
 EOS = 2
-SAME_NAME = (
-    "max_running_requests max_total_tokens chunked_prefill_size max_prefill_tokens schedule_policy page_size "
-    "schedule_conservativeness enable_mixed_chunk disable_radix_cache stream_interval retract_decode_steps "
-    "disable_consecutive_prefill_overlap init_new_token_ratio enable_priority_scheduling dp_size "
-    "schedule_low_priority_values_first priority_scheduling_preemption_threshold disable_priority_preemption"
-).split()
+SAME_NAME = {
+    "chunked_prefill_size",
+    "disable_consecutive_prefill_overlap",
+    "disable_priority_preemption",
+    "disable_radix_cache",
+    "dp_size",
+    "enable_mixed_chunk",
+    "enable_priority_scheduling",
+    "init_new_token_ratio",
+    "max_prefill_tokens",
+    "max_running_requests",
+    "max_total_tokens",
+    "page_size",
+    "priority_scheduling_preemption_threshold",
+    "retract_decode_steps",
+    "schedule_conservativeness",
+    "schedule_low_priority_values_first",
+    "schedule_policy",
+    "stream_interval",
+}
+SPECULATIVE = {
+    "num_steps": "speculative_num_steps",
+    "topk": "speculative_eagle_topk",
+    "num_draft_tokens": "speculative_num_draft_tokens",
+}
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value < VOCAB_SIZE
+
+
+class Kind(NamedTuple):
+    """What a field may hold."""
+
+    about: str
+    allows: Callable[[Any], bool]
+
+
+COUNT = Kind("an integer of at least 0", lambda v: type(v) is int and v >= 0)
+INTEGER = Kind("an integer", lambda v: type(v) is int)
+BOOLEAN = Kind("true or false", lambda v: type(v) is bool)
+STRING = Kind("a string", lambda v: isinstance(v, str))
+NAME = Kind("a non-empty string", lambda v: isinstance(v, str) and v != "")
+OBJECT = Kind("an object", lambda v: isinstance(v, dict))
+LIST = Kind("a list", lambda v: isinstance(v, list))
+PROMPT = Kind(
+    f"a non-empty list of tokens below {VOCAB_SIZE}",
+    lambda v: isinstance(v, list) and len(v) > 0 and all(map(_is_token, v)),
+)
+FORCED = Kind(
+    f"an object from output indices to tokens below {VOCAB_SIZE}",
+    lambda v: isinstance(v, dict) and all(i.isdecimal() and _is_token(t) for i, t in v.items()),
+)
+STOPS = Kind("a stop", lambda v: True)  # SamplingParams says more
+MODE = Kind("in_place, retract or abort", lambda v: v in ("in_place", "retract", "abort"))
+
+SCENARIO = {
+    "name": NAME,
+    "about": STRING,
+    "config": OBJECT,
+    "ops": LIST,
+    "force": OBJECT,
+    "grammar_compile_turns": COUNT,
+    "idle_tail": COUNT,
+    "max_turns": COUNT,
+}
+AT = {"op": STRING, "at": COUNT}
 OPERATIONS = {
-    "request": {
-        "rid", "prompt_ids", "max_new_tokens", "ignore_eos", "stop_token_ids", "stop", "grammar", "return_logprob",
-        "priority", "rank",
+    "request": AT
+    | {
+        "rid": NAME,
+        "prompt_ids": PROMPT,
+        "max_new_tokens": COUNT,
+        "ignore_eos": BOOLEAN,
+        "stop_token_ids": STOPS,
+        "stop": STOPS,
+        "grammar": COUNT,
+        "return_logprob": BOOLEAN,
+        "priority": INTEGER,
+        "rank": COUNT,
     },
-    "abort": {"rid", "all"},
-    "pause": {"mode"},
-    "continue": set(),
-}  # fmt: skip
+    "abort": AT | {"rid": STRING, "all": BOOLEAN},
+    "pause": AT | {"mode": MODE},
+    "continue": AT,
+}
+REQUIRED = {"request": ("at", "rid", "prompt_ids", "max_new_tokens"), "pause": ("at", "mode")}
 
 
 class ScenarioError(ValueError):
@@ -38,10 +112,11 @@ class Scenario:
     name: str
     config: dict[str, Any]  # EngineConfig fields, but for the loop
     ops: list[dict[str, Any]]
-    force: dict[str, dict[int, int]] = field(default_factory=dict)
+    force: dict[str, dict[int, int]] = field(default_factory=dict)  # rid: {index of the output token: token}
     grammar_compile_turns: int = 0
     idle_tail: int = 2
     max_turns: int = 60
+    about: str = ""
 
     def engine_config(self, overlap: bool, **more: Any) -> EngineConfig:
         return EngineConfig(model_path="checksum", disable_overlap_schedule=not overlap, **{**self.config, **more})
@@ -51,40 +126,88 @@ def load_scenario(path: str | Path) -> Scenario:
     """Reads `scenario` and nothing else of a file. Raises ScenarioError."""
     try:
         data = json.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise ScenarioError(f"{path}: {e}") from None
+    except OSError as e:
+        raise ScenarioError(f"{path}: {e.strerror or e}") from None
+    except ValueError as e:
+        raise ScenarioError(f"{path}: not JSON: {e}") from None
     if not isinstance(data, dict) or not isinstance(data.get("scenario"), dict):
-        raise ScenarioError(f"{path}: no 'scenario' in it")
+        raise ScenarioError(f"{path}: no object 'scenario' in it")
     try:
         return parse_scenario(data["scenario"])
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ScenarioError(f"{path}: {type(e).__name__}: {e}") from None
+    except ValueError as e:
+        raise ScenarioError(f"{path}: {e}") from None
 
 
 def parse_scenario(raw: dict[str, Any]) -> Scenario:
-    """Raises ValueError naming what is wrong, KeyError for a missing field."""
+    """Raises ValueError naming the field and what it must be."""
+    _check_fields("scenario", raw, SCENARIO, required=("name", "config", "ops"))
+    scenario = Scenario(
+        name=raw["name"],
+        config=_parse_config(raw["config"]),
+        ops=raw["ops"],
+        force=_parse_force(raw.get("force", {})),
+        grammar_compile_turns=raw.get("grammar_compile_turns", 0),
+        idle_tail=raw.get("idle_tail", 2),
+        max_turns=raw.get("max_turns", 60),
+        about=raw.get("about", ""),
+    )
+    try:
+        config = scenario.engine_config(overlap=True)
+    except ValueError as e:
+        raise ValueError(f"config: {e}") from None
+    for i, op in enumerate(scenario.ops):
+        _check_op(f"ops[{i}]", op, config)
+    return scenario
+
+
+def _parse_config(raw: dict[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {}
-    for name, value in raw["config"].items():
+    for name, value in raw.items():
         if name == "speculative":
-            for key in ("num_steps", "num_draft_tokens"):
-                config[f"speculative_{key}"] = value[key]
-            config["speculative_eagle_topk"] = value["topk"]
+            _check_fields("config.speculative", value, dict.fromkeys(SPECULATIVE, COUNT), required=tuple(SPECULATIVE))
+            config |= {SPECULATIVE[key]: number for key, number in value.items()}
         elif name in SAME_NAME:
             config[name] = value
         else:
-            raise ValueError(f"unknown setting {name!r} in config")
-    for op in raw["ops"]:
-        if op["op"] not in OPERATIONS:
-            raise ValueError(f"unknown op {op['op']!r}")
-        unknown = set(op) - OPERATIONS[op["op"]] - {"op", "at"}
-        if unknown:
-            raise ValueError(f"unknown field {sorted(unknown)[0]!r} in op {op['op']!r}")
-    known = {"name", "about", "config", "ops", "force", "grammar_compile_turns", "idle_tail", "max_turns"}
-    if set(raw) - known:
-        raise ValueError(f"unknown field {sorted(set(raw) - known)[0]!r}")
-    force = {rid: {int(i): t for i, t in tokens.items()} for rid, tokens in raw.get("force", {}).items()}
-    scenario = Scenario(
-        raw["name"], config, raw["ops"], force, raw.get("grammar_compile_turns", 0), raw.get("idle_tail", 2), raw.get("max_turns", 60)
-    )
-    scenario.engine_config(overlap=True)
-    return scenario
+            raise ValueError(f"config: unknown setting {name!r}")
+    if config.get("max_total_tokens") is None:
+        raise ValueError("config.max_total_tokens: missing")
+    return config
+
+
+def _parse_force(raw: dict[str, Any]) -> dict[str, dict[int, int]]:
+    _check_fields("force", raw, dict.fromkeys(raw, FORCED), required=())
+    return {rid: {int(i): token for i, token in tokens.items()} for rid, tokens in raw.items()}
+
+
+def _check_op(where: str, op: Any, config: EngineConfig) -> None:
+    if not isinstance(op, dict) or str(op.get("op")) not in OPERATIONS:
+        raise ValueError(f"{where}.op: must be one of {', '.join(OPERATIONS)}")
+    _check_fields(where, op, OPERATIONS[op["op"]], REQUIRED.get(op["op"], ("at",)))
+    if op["op"] == "abort" and ("rid" in op) == op.get("all", False):
+        raise ValueError(f"{where}: an abort has either rid or all")
+    if op["op"] != "request":
+        return
+    try:
+        SamplingParams(op["max_new_tokens"], stop=op.get("stop"), stop_token_ids=op.get("stop_token_ids"))
+    except ValueError as e:
+        raise ValueError(f"{where}: {e}") from None
+    assert config.max_total_tokens is not None
+    longest = min(CONTEXT_LENGTH, config.max_total_tokens) - 7
+    if len(op["prompt_ids"]) > longest:
+        raise ValueError(f"{where}.prompt_ids: {len(op['prompt_ids'])} tokens, but at most {longest} are admitted")
+    if op.get("rank", 0) >= config.dp_size:
+        raise ValueError(f"{where}.rank: must be below dp_size {config.dp_size}, not {op['rank']}")
+
+
+def _check_fields(where: str, raw: Any, known: dict[str, Kind], required: tuple[str, ...]) -> None:
+    if not isinstance(raw, dict):
+        raise ValueError(f"{where}: must be an object")
+    for name, value in raw.items():
+        if name not in known:
+            raise ValueError(f"{where}: unknown field {name!r}")
+        if not known[name].allows(value):
+            raise ValueError(f"{where}.{name}: must be {known[name].about}, not {reprlib.repr(value)}")
+    for name in required:
+        if name not in raw:
+            raise ValueError(f"{where}.{name}: missing")

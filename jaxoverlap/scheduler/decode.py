@@ -61,7 +61,7 @@ def update_running_batch(s: Scheduler) -> None:
 
 def fits(s: Scheduler, slots: np.ndarray) -> bool:
     """Whether one more step of these rows has its pages, after evicting what may be evicted."""
-    need = s.kv.tokens_for_verify(slots, s.reserve) if s.is_speculative else s.kv.tokens_for_decode(slots)
+    need = s.kv.tokens_for_verify(slots, s.config.verify_reserve) if s.is_speculative else s.kv.tokens_for_decode(slots)
     s.kv.evict_for(need)
     return s.kv.pages.available_tokens >= need
 
@@ -126,7 +126,7 @@ def prepare_for_decode(s: Scheduler, batch: Batch) -> None:
     batch.extend_lens = batch.prefix_lens = batch.input_ids = batch.chunked = None
     batch.num_decoding = 0
     if s.is_speculative:
-        s.kv.verify(batch.slots, s.reserve)
+        s.kv.verify(batch.slots, s.config.verify_reserve)
         batch.seq_lens = known_lengths(s, batch)
     else:
         s.kv.decode(batch.slots)

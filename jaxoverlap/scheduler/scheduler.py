@@ -78,14 +78,9 @@ class Scheduler:
         self.rank = rank
         self.observer = observer
         self.is_speculative = config.speculative_num_draft_tokens > 0
-        self.reserve = 2 * max(config.speculative_num_steps, config.speculative_num_draft_tokens)
 
-        self.slots = SlotTable(
-            config.max_running_requests,
-            context_length,
-            config.page_size,
-            slack=2 * self.reserve if self.is_speculative else 0,
-        )
+        slack = 2 * config.verify_reserve
+        self.slots = SlotTable(config.max_running_requests, context_length, config.page_size, slack=slack)
         self.kv = KVCache(
             self.slots,
             self.max_total_tokens,

@@ -18,7 +18,7 @@ from compare import difference  # noqa: E402
 TRACES = sorted((CONFORMANCE / "traces").glob("*.json"))
 
 
-def make_runner(config, scenario):
+def make_runner(config, scenario, rank):
     pages = config.max_total_tokens // config.page_size
     drafts = config.speculative_num_draft_tokens
     return HostRunner(

@@ -1,0 +1,5 @@
+import sys
+
+from jaxoverlap.cli import main
+
+sys.exit(main())

@@ -1,0 +1,109 @@
+"""What callers wait for: a Ticket for each request, a Call for each use of `Engine.generate`. Imports no jax."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxoverlap.core import Request
+from jaxoverlap.detokenizer import Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    output_ids: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """One request as its caller sees it. Times are `time.perf_counter`."""
+
+    request: Request
+    detokenizer: Detokenizer | None  # None: the model has no tokenizer
+    call: Call
+    index: int | None = None  # place in a list call
+    rendered: int = 0  # output tokens that the detokenizer has had
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finished: bool = False
+    is_news: bool = False
+    created: float = field(default_factory=time.perf_counter)
+    ended: float = 0.0
+
+    def deliver(self, completion_tokens: int, finished: bool) -> None:
+        """Takes over what the scheduler says the caller may see; later turns may overwrite the slot's columns."""
+        request, begin = self.request, len(self.output_ids)
+        self.output_ids += request.output_ids[begin:completion_tokens].tolist()
+        if request.return_logprob:
+            self.logprobs += request.output_logprobs[begin:completion_tokens].tolist()
+        if finished:
+            self.finished = True
+            self.ended = time.perf_counter()
+
+    def snapshot(self) -> Snapshot:
+        """Under the engine's lock: what `render` needs, cut off from what later turns add."""
+        return Snapshot(self.output_ids.copy(), self.logprobs.copy(), self.finished)
+
+    def render(self, now: Snapshot) -> dict[str, Any]:
+        """SGLang's result: everything up to `now`, not the difference to the result before."""
+        request = self.request
+        out: dict[str, Any] = {}
+        if self.detokenizer is not None:
+            new = now.output_ids[self.rendered :]
+            if now.finished:
+                self.detokenizer.finish(new, request.finish_reason)
+            else:
+                self.detokenizer.add(new)
+            out["text"] = self.detokenizer.text
+        self.rendered = len(now.output_ids)
+        reason = request.finish_reason if now.finished else None
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": None if reason is None else reason.to_dict(),
+            "prompt_tokens": request.prompt_len,
+            "completion_tokens": len(now.output_ids),
+            "cached_tokens": request.cached_tokens,
+        }
+        if request.return_logprob:
+            pairs = zip(now.logprobs, now.output_ids, strict=True)
+            meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
+        if now.finished:
+            meta["e2e_latency"] = self.ended - self.created
+        out |= {"output_ids": now.output_ids, "meta_info": meta}
+        if self.index is not None:
+            out["index"] = self.index
+        return out
+
+
+def refusal(rid: Any, message: str, index: int, with_text: bool) -> dict[str, Any]:
+    """The result of a malformed request in a list call, in the shape of every other result."""
+    reason = {"type": "abort", "message": message, "status_code": 400, "err_type": "BadRequestError"}
+    meta = {"id": rid, "finish_reason": reason, "prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+    text = {"text": ""} if with_text else {}
+    return {**text, "output_ids": [], "meta_info": meta, "index": index}
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """The requests of one call. Changed under the engine's lock."""
+
+    tickets: list[Ticket] = field(default_factory=list)
+    refused: list[dict[str, Any]] = field(default_factory=list)
+    pending: int = 0  # tickets that have not finished
+    news: deque[Ticket] = field(default_factory=deque)  # those with tokens or an end that a stream has not given out
+
+    def note(self, ticket: Ticket) -> None:
+        if ticket.finished:
+            self.pending -= 1
+        if not ticket.is_news:
+            ticket.is_news = True
+            self.news.append(ticket)
+
+    def take(self) -> Ticket:
+        ticket = self.news.popleft()
+        ticket.is_news = False
+        return ticket

@@ -1,0 +1,137 @@
+"""`jaxoverlap compare`: the normal loop and the overlap loop on the same requests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxoverlap.cli import (
+    UsageError,
+    add_command,
+    add_config_flags,
+    add_json_flag,
+    check_json_flag,
+    console,
+    read_config,
+    write_json,
+)
+from jaxoverlap.compare.measure import LOOPS, Comparison, compare
+from jaxoverlap.compare.report import TIMELINE_STEPS, figures, show
+from jaxoverlap.engine import Engine
+from jaxoverlap.progress import bars
+from jaxoverlap.trace.export import check_timeline_path, write_timeline
+from jaxoverlap.trace.timeline import window
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a short poem about the sea.",
+    "Why is the sky blue?",
+    "Give me three tips for a good night's sleep.",
+    "Explain what a prime number is.",
+    "Tell me a story about a brave mouse.",
+    "How do plants make food?",
+    "What should I pack for a hike?",
+)
+RANDOM_LENGTHS = (8, 64)  # of prompts for a model without a tokenizer
+
+
+def register(subparsers: Any) -> None:
+    parser = add_command(subparsers, "compare", "normal loop and overlap loop on the same requests", run)
+    group = parser.add_argument_group("load")
+    prompts = group.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt", action="append", help="a prompt; may be given several times [8 questions]")
+    prompts.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='prompts: .jsonl with "prompt" or "question", or lines'
+    )
+    prompts.add_argument("--prompt-len", type=_positive, metavar="N", help="prompts of N random tokens")
+    group.add_argument("--no-chat", action="store_true", help="do not put prompts into the model's chat template")
+    group.add_argument("--batch", type=_positive, help="requests, all submitted at once; prompts repeat [the prompts]")
+    group.add_argument("--max-new-tokens", type=_positive, default=32, help="longest completion")
+    group.add_argument("--ignore-eos", action="store_true", help="every completion is that long")
+    group.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    group.add_argument("--repeats", type=_positive, default=3, help="measured runs of each loop")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="also draw FILE.png, or write FILE.json for Perfetto"
+    )
+    add_json_flag(parser)
+    add_config_flags(parser, leave_out=("disable_overlap_schedule",))
+
+
+def run(args: argparse.Namespace) -> int:
+    texts = read_prompts(args.prompts) if args.prompts is not None else args.prompt
+    batch = args.batch or len(texts or QUESTIONS)
+    config = read_config(args, max_running_requests=min(batch, 16))
+    if config.disable_overlap_schedule:
+        raise UsageError("compare runs both loops: JAXOVERLAP_DISABLE_OVERLAP_SCHEDULE must not be set")
+    if args.temperature < 0:
+        raise UsageError(f"--temperature must be at least 0, not {args.temperature}")
+    check_json_flag(args)
+    if args.timeline is not None:
+        check_timeline_path(args.timeline)
+    params = {"max_new_tokens": args.max_new_tokens, "ignore_eos": args.ignore_eos, "temperature": args.temperature}
+    params |= {"sampling_seed": 0}
+    with bars() as report, Engine.from_config(config, progress=report) as base:
+        prompts = _prompts(base, args, texts, batch)
+        comparison = compare(base, prompts, params, args.repeats, report)
+        device = base.device_name
+    data = {"model": config.model_path, "device": device, **figures(comparison)}
+    show(console(args), comparison, data)
+    _write_timeline(args.timeline, comparison)
+    write_json(args, data)
+    return 0 if data["tokens_equal"] else 1
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Raises UsageError naming the file and the line."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"--prompts: {path}: {e}") from None
+    if not lines:
+        raise UsageError(f"--prompts: {path} holds no prompt")
+    return [_parse(path, i, line) for i, line in enumerate(lines, 1)] if path.suffix == ".jsonl" else lines
+
+
+def _parse(path: Path, number: int, line: str) -> str:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as e:
+        raise UsageError(f"--prompts: {path}, line {number}: {e}") from None
+    found = [entry[k] for k in ("prompt", "question") if k in entry] if isinstance(entry, dict) else [entry]
+    if not found or not isinstance(found[0], str):
+        raise UsageError(
+            f'--prompts: {path}, line {number}: neither a string nor an object with "prompt" or "question"'
+        )
+    return found[0]
+
+
+def _prompts(engine: Engine, args: argparse.Namespace, texts: list[str] | None, batch: int) -> list[list[int]]:
+    tokenizer = engine.tokenizer
+    if tokenizer is None and texts is not None:
+        raise UsageError(f"{engine.config.model_path} has no tokenizer: use --prompt-len")
+    if args.prompt_len is not None or tokenizer is None:
+        rng = np.random.default_rng(0)
+        low, high = (args.prompt_len, args.prompt_len + 1) if args.prompt_len is not None else RANDOM_LENGTHS
+        vocabulary = engine.model.config.vocab_size
+        return [rng.integers(3, vocabulary, rng.integers(low, high)).tolist() for _ in range(batch)]
+    chosen = texts or QUESTIONS
+    chosen = [chosen[i % len(chosen)] for i in range(batch)]
+    if args.no_chat or tokenizer.chat_template is None:
+        return [tokenizer.encode(text) for text in chosen]
+    return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in chosen]
+
+
+def _write_timeline(path: Path | None, comparison: Comparison) -> None:
+    if path is not None:
+        traces = {loop: comparison.runs[loop][-1].trace for loop in LOOPS}
+        write_timeline(path, traces, {loop: window(trace, TIMELINE_STEPS) for loop, trace in traces.items()})
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an int of at least 1")
+    return int(text)

@@ -1,0 +1,269 @@
+"""Engine: prompts in, text out. Owns one scheduler and one runner; has no thread of its own.
+
+Whoever waits for something turns the loop (loop.py). Between two results of a stream the device works on, but no turn
+is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxoverlap.calls import Call, Ticket, refusal
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.core import RequestError, Runner
+from jaxoverlap.detokenizer import Detokenizer, byte_tokens
+from jaxoverlap.driver import Driver
+from jaxoverlap.loading import load
+from jaxoverlap.loop import EngineError, Loop
+from jaxoverlap.progress import Report
+from jaxoverlap.requests import Limits, RequestFactory, RequestInput, split
+from jaxoverlap.sampling_params import SamplingParams
+from jaxoverlap.scheduler import Scheduler
+from jaxoverlap.stream import Stream, raise_refused
+from jaxoverlap.trace.events import Trace
+from jaxoverlap.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from jaxoverlap.device.runner import JaxRunner
+    from jaxoverlap.models.registry import LoadedModel
+
+__all__ = ["Engine", "EngineError"]
+
+Params = Mapping[str, Any] | SamplingParams
+
+
+class Engine:
+    """SGLang's offline engine, with overlap scheduling on JAX.
+
+    `Engine(model_path="smollm2-135m", max_running_requests=8)`: keyword arguments are EngineConfig's fields; what is
+    not given comes from `JAXOVERLAP_*` variables, then from the defaults. Loads the model, compiles every program
+    (unless skip_warmup), and raises before that on a bad setting. `progress` hears of loading and compiling.
+
+    Safe to use from several threads. After an exception inside a turn every waiting and later call raises EngineError.
+    """
+
+    def __init__(self, model_path: str | None = None, *, progress: Report | None = None, **settings: Any) -> None:
+        if model_path is not None:
+            settings["model_path"] = model_path
+        self._load(EngineConfig.from_sources(settings), progress)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, progress: Report | None = None) -> Engine:
+        engine = cls.__new__(cls)
+        engine._load(config, progress)
+        return engine
+
+    @classmethod
+    def from_parts(cls, config: EngineConfig, model: LoadedModel, runner: Runner, max_total_tokens: int) -> Engine:
+        """An engine over a loaded model and a runner with a pool of that many tokens, which stay the caller's. Engines
+        may share a runner if only one at a time has requests and it flushes its cache before it takes over."""
+        engine = cls.__new__(cls)
+        engine._set_up(config, model, runner, max_total_tokens)
+        return engine
+
+    def _set_up(self, config: EngineConfig, model: LoadedModel, runner: Runner, max_total_tokens: int) -> None:
+        self.config = config
+        self.model = model
+        self.runner = runner
+        self.max_total_tokens = max_total_tokens
+        self.tokenizer = model.tokenizer
+        self.sampling_defaults: dict[str, Any] = dict(model.sampling_defaults)
+        self._byte_ids = frozenset() if self.tokenizer is None else byte_tokens(self.tokenizer.backend.token_to_id)
+        self._scheduler = Scheduler(
+            config,
+            max_total_tokens=max_total_tokens,
+            context_length=model.context_length,
+            vocab_size=model.config.vocab_size,
+            decode=None if self.tokenizer is None else self.tokenizer.decode,
+        )
+        limits = Limits(
+            vocab_size=model.config.vocab_size,
+            context_length=model.context_length,
+            max_total_tokens=self._scheduler.max_total_tokens,
+            max_prompt_len=self._scheduler.max_prompt_len,
+            eos_token_ids=tuple(model.config.eos_token_ids),
+            priorities=config.enable_priority_scheduling,
+        )
+        if limits.max_prompt_len < 1:
+            raise ValueError(
+                f"context_length {limits.context_length} and max_total_tokens {limits.max_total_tokens} leave no room "
+                "for a prompt: both must be at least 8"
+            )
+        self._factory = RequestFactory(limits, self.tokenizer, config.random_seed)
+        self._intake = threading.Lock()  # requests get their ids and seeds in order
+        self._loop = Loop(self._scheduler, Driver(runner))
+        self._owned_runner: JaxRunner | None = None
+
+    def _load(self, config: EngineConfig, progress: Report | None) -> None:
+        model, runner, max_total_tokens = load(config, progress)
+        self._set_up(config, model, runner, max_total_tokens)
+        self._owned_runner = runner
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        return_logprob: bool | Sequence[bool] = False,
+        stream: bool = False,
+        rid: str | Sequence[str] | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> Any:
+        """One result, or a list of results in the order of a list of prompts; with `stream` an iterator of results.
+
+        A result is SGLang's: {"text", "output_ids", "meta_info": {"id", "finish_reason", "prompt_tokens",
+        "completion_tokens", "cached_tokens", "e2e_latency" (seconds, once finished), "output_token_logprobs" (with
+        `return_logprob`: (logprob, id, None) each)}}; "text" is absent where the model has no tokenizer. A streamed
+        result holds everything so far; those of a list call carry "index". Closing the iterator aborts its requests.
+
+        `sampling_params` are SamplingParams or a dict of its fields, with SamplingParams' defaults as in SGLang's
+        Engine; what the model's generation_config.json recommends is in `sampling_defaults`.
+
+        Raises RequestError for a malformed request. In a list call a malformed request gets a result whose
+        finish_reason is an abort with status_code 400 and the message, and the others run.
+        """
+        given, many = split(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority)
+        call = self._open(given, many)
+        if stream:
+            return Stream(self._loop, call)
+        try:
+            self._loop.drive(lambda: call.pending == 0)
+        except BaseException:
+            self._loop.abandon(call)
+            raise
+        results = [t.render(t.snapshot()) for t in call.tickets]
+        if not many:
+            return raise_refused(results[0])
+        return sorted([*results, *call.refused], key=lambda result: result.pop("index"))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], sampling_params: Params | None = None, **more: Any) -> Any:
+        """`generate` on a conversation ({"role", "content"} each, oldest first) in the model's chat template. Raises
+        RequestError where the model has none."""
+        if self.tokenizer is None:
+            raise RequestError("messages need a tokenizer with a chat template and this model has none")
+        try:
+            ids = self.tokenizer.encode_chat(messages)
+        except ValueError as e:
+            raise RequestError(f"messages: {e}") from None
+        return self.generate(input_ids=ids, sampling_params=sampling_params, **more)
+
+    def abort(self, rid: str = "", abort_all: bool = False) -> None:
+        """Ends the unfinished request `rid`, or all; returns when they have ended (while paused: at once, and they end
+        after `continue_generation`). An id that is unknown or has ended is no error."""
+        with self._loop.lock:
+            live = self._loop.tickets
+            tickets = list(live.values()) if abort_all else [live[rid]] if rid in live else []
+        self._loop.abort(tickets)
+
+    def pause_generation(self, mode: str = "abort") -> None:
+        """SGLang's modes. "abort": every request is ended first. "in_place": all stays where it is, a launched step
+        included. "retract": what runs goes back to the waiting queue and gives up its slot and pages. Until
+        `continue_generation` calls block."""
+        self._loop.check_alive()
+        if mode == "abort":
+            self.abort(abort_all=True)
+        self._loop.operate(lambda: self._scheduler.pause(mode))
+        self._loop.drive_until_seen()
+        self._loop.is_paused = True
+
+    def continue_generation(self) -> None:
+        self._loop.is_paused = False
+        self._loop.operate(self._scheduler.resume)
+
+    def flush_cache(self) -> bool:
+        """Forgets all cached prefixes. False, and nothing done, while there are unfinished requests."""
+        if self._loop.tickets:
+            return False
+        self.wait_idle()
+        self._loop.operate(self._scheduler.flush_cache)
+        self.wait_idle()
+        return True
+
+    def wait_idle(self) -> None:
+        """Turns until nothing is unfinished or in flight (the overlap loop leaves one launch behind). While paused it
+        returns at once."""
+        self._loop.drive_until_idle()
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters since the start, queue lengths, free room, and `last_result`: `time.monotonic()` when the last
+        result had been processed (None before the first), for liveness checks."""
+        s = self._scheduler
+        counters = dataclasses.asdict(s.counters)
+        counters["last_result"] = counters["last_result"] or None
+        return {
+            **counters,
+            "waiting": len(s.waiting),
+            "running": s.slots.num_slots - s.slots.num_free,
+            "unfinished": len(self._loop.tickets),
+            "in_flight": len(s.result_queue),
+            "free_slots": s.slots.num_free,
+            "free_tokens": s.kv.pages.available_tokens,
+            "evictable_tokens": s.kv.tree.evictable_tokens,
+            "max_total_tokens": s.max_total_tokens,
+        }
+
+    @property
+    def device_name(self) -> str:
+        import jax
+
+        return str(jax.devices()[0].device_kind)
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Records every turn inside the `with`; the Trace that it yields is filled when the block ends."""
+        trace = Trace()
+        recorder = Recorder(self.runner, getattr(self.runner, "block", self.runner.wait))
+        plain = self._loop.driver
+        recorder.start()
+        self._loop.driver = recorder
+        try:
+            yield trace
+            self.wait_idle()
+        finally:
+            self._loop.driver = plain
+            done = recorder.stop()
+            trace.host, trace.device = done.host, done.device
+
+    def shutdown(self) -> None:
+        """Ends every request and gives the device's memory back. Later calls raise EngineError; twice is once."""
+        if self._loop.failure is None:
+            if self._loop.is_paused:
+                self.continue_generation()
+            self.abort(abort_all=True)
+            self.wait_idle()
+            self._loop.end("the engine was shut down")
+        if self._owned_runner is not None:
+            self._owned_runner.shutdown()
+            self._owned_runner = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _open(self, given: list[RequestInput], many: bool) -> Call:
+        """Checks and submits; raises RequestError unless it is a list call."""
+        self._loop.check_alive()
+        call = Call()
+        with self._intake:
+            opened: dict[str, Ticket] = {}
+            for index, one in enumerate(given):
+                try:
+                    request = self._factory.make(one, ChainMap(opened, self._loop.tickets))
+                except RequestError as e:
+                    if not many:
+                        raise
+                    call.refused.append(refusal(one.rid, str(e), index, self.tokenizer is not None))
+                    continue
+                detokenizer = None
+                if self.tokenizer is not None:
+                    detokenizer = Detokenizer(self.tokenizer, request.params, self._byte_ids)
+                opened[request.rid] = Ticket(request, detokenizer, call, index if many else None)
+            self._loop.submit(call, opened)
+        return call

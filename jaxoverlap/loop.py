@@ -1,0 +1,194 @@
+"""Loop: who turns the scheduler. There is no thread for it: of the threads that wait for something one drives, and the
+others sleep until they have what they wait for or the driver leaves. Imports no jax."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxoverlap.calls import Call, Ticket
+from jaxoverlap.driver import Driver
+from jaxoverlap.scheduler import Scheduler
+
+Done = Callable[[], bool]  # asked by the driver between turns, and by the others under the lock
+
+
+class EngineError(RuntimeError):
+    """The engine cannot go on; the message names the cause, which is also `__cause__`."""
+
+
+class Loop:
+    """Turns a scheduler for many threads and hands its outputs to their tickets.
+
+    After an exception inside a turn nothing is turned any more: whoever waits, or comes later, gets an EngineError.
+    """
+
+    def __init__(self, scheduler: Scheduler, driver: Driver) -> None:
+        self.scheduler = scheduler
+        self.driver = driver
+        self.lock = threading.Lock()  # guards what follows
+        self.tickets: dict[str, Ticket] = {}  # of unfinished requests
+        self.is_paused = False
+        self.failure: BaseException | str | None = None
+        self._waiters: dict[threading.Condition, Done] = {}
+        self._driver_thread: int | None = None  # who turns the loop
+        self._in_turn = False
+        self._poked = False  # something came in that no turn has seen
+
+    def submit(self, call: Call, tickets: Mapping[str, Ticket]) -> None:
+        with self.lock:
+            self.check_alive()
+            call.tickets, call.pending = list(tickets.values()), len(tickets)
+            self.tickets |= tickets
+            for ticket in call.tickets:
+                self.scheduler.submit(ticket.request)
+            self._poke()
+
+    def operate(self, operation: Callable[[], None]) -> None:
+        """`operation` gives the scheduler something to see in the next turn, which comes even while paused."""
+        with self.lock:
+            operation()
+            self._poke()
+
+    def drive(self, done: Done) -> None:
+        """Turns the loop, or sleeps while another thread does or while paused, until `done`."""
+        waiter = threading.Condition(self.lock)
+        me = threading.get_ident()
+        while True:
+            try:
+                with self.lock:
+                    self._waiters[waiter] = done
+                    while not done() and self.failure is None and (self._driver_thread or self._is_asleep):
+                        waiter.wait()
+                    if done():
+                        return
+                    self.check_alive()
+                    del self._waiters[waiter]
+                    self._driver_thread = me
+                while not (done() or self._is_asleep):
+                    self._turn()
+            finally:
+                with self.lock:
+                    self._waiters.pop(waiter, None)
+                    if self._driver_thread == me:
+                        self._driver_thread = None
+                    self._wake()
+
+    def drive_until_seen(self) -> None:
+        """Until a turn has seen everything that came in."""
+        self.drive(lambda: not self._poked and not self._in_turn)
+
+    def drive_until_idle(self) -> None:
+        """Until nothing is unfinished or in flight, or the loop is paused."""
+        self.drive(lambda: self.is_paused or (not (self._poked or self._in_turn) and self.scheduler.is_idle))
+
+    def abort(self, tickets: Sequence[Ticket]) -> None:
+        """Returns when they have ended; while paused, at once."""
+        self.operate(lambda: self._submit_aborts(tickets))
+        self.drive(lambda: self.is_paused or all(t.finished for t in tickets))
+
+    def abandon(self, call: Call) -> None:
+        """The caller has gone: what has not ended is aborted."""
+        if self.failure is None and call.pending:
+            self.abort(call.tickets)
+
+    def collect(self, call: Call) -> None:
+        """`abandon` for the garbage collector, which may run anywhere, a turn included: never waits for a lock. Where
+        the loop cannot be turned from here, the next turn sees the abort."""
+        if self.failure is not None or not call.pending or sys.is_finalizing():
+            return
+        self._submit_aborts(call.tickets)
+        self._poked = True
+        if self.lock.acquire(blocking=False):
+            free = self._driver_thread is None
+            self.lock.release()
+            if free:
+                self.drive(lambda: self.is_paused or call.pending == 0)
+
+    def check_alive(self) -> None:
+        """Raises EngineError once a turn has failed or the loop was ended."""
+        if isinstance(self.failure, BaseException):
+            cause = self.failure
+            raise EngineError(f"a turn of the engine failed: {type(cause).__name__}: {cause}") from cause
+        if self.failure is not None:
+            raise EngineError(self.failure)
+
+    def fail(self, cause: BaseException | str) -> None:
+        """Ends the loop for everybody; the first cause counts."""
+        with self.lock:
+            if self.failure is None:
+                self.failure = cause
+            self._in_turn = False
+            self.tickets.clear()
+            for waiter in self._waiters:
+                waiter.notify()
+
+    def end(self, why: str) -> None:
+        """As if a turn had failed; returns when no thread turns the loop any more."""
+        self.fail(why)
+        waiter = threading.Condition(self.lock)
+        with self.lock:
+            self._waiters[waiter] = lambda: False
+            while self._driver_thread is not None:
+                waiter.wait()
+            del self._waiters[waiter]
+            self._wake()
+
+    @property
+    def _is_asleep(self) -> bool:
+        return self.is_paused and not self._poked
+
+    def _turn(self) -> None:
+        try:
+            with self.lock:
+                self.check_alive()
+                if self.tickets and self.scheduler.is_idle:
+                    raise RuntimeError(f"request {next(iter(self.tickets))!r} was lost")
+                self._in_turn, self._poked = True, False
+            self.driver.turn(self.scheduler.turn())
+            begin = time.perf_counter()
+            with self.lock:
+                told = self._deliver()
+                self._in_turn = False
+                for waiter, done in self._waiters.items():
+                    if done():
+                        waiter.notify()
+            if told:
+                self.driver.stream(begin, time.perf_counter())
+        except EngineError:
+            raise
+        except BaseException as e:
+            self.fail(e)
+            if isinstance(e, Exception):
+                self.check_alive()
+            raise
+
+    def _deliver(self) -> bool:
+        outputs = self.scheduler.outputs
+        told = bool(outputs)
+        while outputs:
+            output = outputs.popleft()
+            ticket = self.tickets[output.request.rid]
+            ticket.deliver(output.completion_tokens, output.finished)
+            if output.finished:
+                del self.tickets[output.request.rid]
+            ticket.call.note(ticket)
+        return told
+
+    def _submit_aborts(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            if not ticket.finished:
+                self.scheduler.abort(ticket.request.rid, exact=True)
+
+    def _poke(self) -> None:
+        self._poked = True
+        self._wake()
+
+    def _wake(self) -> None:
+        """With nobody driving, one sleeper looks whether it has to."""
+        if self._driver_thread is None:
+            for waiter in self._waiters:
+                waiter.notify()
+                break

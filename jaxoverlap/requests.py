@@ -1,0 +1,208 @@
+"""From what a caller gives to a core.Request, or a RequestError that names the field and its limit. Imports no jax."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxoverlap.core import Request, RequestError
+from jaxoverlap.sampling_params import SamplingParams
+
+
+class Encoder(Protocol):
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInput:
+    """One request as the caller gave it: nothing in it is checked yet."""
+
+    prompt: Any = None
+    input_ids: Any = None
+    sampling_params: Any = None
+    rid: Any = None
+    stream: Any = False
+    return_logprob: Any = False
+    priority: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request must fit into; lengths in tokens."""
+
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+    max_prompt_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    priorities: bool = False  # enable_priority_scheduling
+
+
+class RequestFactory:
+    """Makes requests in arrival order; that order decides the seeds of unseeded ones (one uint32 drawn for each).
+
+    As SGLang's Engine, it takes SamplingParams' own defaults: the model's generation_config.json is not consulted.
+    """
+
+    def __init__(self, limits: Limits, tokenizer: Encoder | None, random_seed: int | None) -> None:
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._seeds = np.random.default_rng(random_seed)
+
+    def make(self, given: RequestInput, live: Container[str] = ()) -> Request:
+        """`live` are the ids in use. Raises RequestError; a refused request draws no seed."""
+        params = self._params(given.sampling_params)
+        rid = _rid(given.rid, live)
+        for name in ("stream", "return_logprob"):
+            if not isinstance(getattr(given, name), bool):
+                raise RequestError(f"{name} must be a bool, not {type(getattr(given, name)).__name__}")
+        self._check_priority(given.priority)
+        ids = self._prompt(given)
+        seed = params.sampling_seed
+        if seed is None:
+            seed = int(self._seeds.integers(1 << 32, dtype=np.uint32))
+        stop_ids = () if params.ignore_eos else (*self._limits.eos_token_ids, *(params.stop_token_ids or ()))
+        return Request(
+            rid=rid,
+            prompt_ids=ids,
+            params=params,
+            text=given.prompt,
+            stream=given.stream,
+            return_logprob=given.return_logprob,
+            priority=given.priority,
+            seed=seed,
+            stop_ids=tuple(dict.fromkeys(stop_ids)),
+        )
+
+    def _params(self, given: Any) -> SamplingParams:
+        if given is None:
+            given = {}
+        if not isinstance(given, (dict, SamplingParams)):
+            raise RequestError(f"sampling_params must be a dict or SamplingParams, not {type(given).__name__}")
+        try:
+            params = SamplingParams.from_dict(given) if isinstance(given, dict) else given
+        except (TypeError, ValueError) as e:
+            raise RequestError(f"sampling_params: {e}") from None
+        if params.grammar_key is not None:
+            raise RequestError(
+                f"sampling_params: {params.grammar_key[0]} is not supported: there is no grammar backend"
+            )
+        for t in params.stop_token_ids or ():
+            if t >= self._limits.vocab_size:
+                raise RequestError(
+                    f"sampling_params: stop_token_ids holds {t}, but the vocabulary has {self._limits.vocab_size} ids"
+                )
+        if params.stop and self._tokenizer is None:
+            raise RequestError("sampling_params: stop needs a tokenizer and this model has none; use stop_token_ids")
+        return params
+
+    def _check_priority(self, priority: Any) -> None:
+        if priority is None:
+            return
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be an int, not {type(priority).__name__}")
+        if not self._limits.priorities:
+            raise RequestError("priority needs an engine with enable_priority_scheduling")
+
+    def _prompt(self, given: RequestInput) -> np.ndarray:
+        """int32 [prompt_len]"""
+        if (given.prompt is None) == (given.input_ids is None):
+            raise RequestError("give one of prompt and input_ids")
+        name = "input_ids" if given.prompt is None else "prompt"
+        ids = given.input_ids if given.prompt is None else self._encode(given.prompt)
+        _check_ids(ids, self._limits.vocab_size)
+        if len(ids) == 0:
+            raise RequestError(f"{name} is empty")
+        if len(ids) > self._limits.max_prompt_len:
+            raise RequestError(
+                f"{name} has {len(ids)} tokens, more than the longest prompt of {self._limits.max_prompt_len} "
+                f"(context_length {self._limits.context_length}, max_total_tokens {self._limits.max_total_tokens})"
+            )
+        return np.array(ids, np.int32)
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if not isinstance(prompt, str):
+            raise RequestError(f"prompt must be a string, not {type(prompt).__name__}")
+        if self._tokenizer is None:
+            raise RequestError("prompt needs a tokenizer and this model has none; give input_ids")
+        return self._tokenizer.encode(prompt)
+
+
+def _rid(rid: Any, live: Container[str]) -> str:
+    if rid is None:
+        return uuid.uuid4().hex
+    if not isinstance(rid, str) or not rid:
+        raise RequestError(f"rid must be a non-empty string, not {rid!r}")
+    if rid in live:
+        raise RequestError(f"rid {rid!r} is in use by a request that has not ended")
+    return rid
+
+
+def _check_ids(ids: Any, vocab_size: int) -> None:
+    if isinstance(ids, np.ndarray):
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise RequestError(f"input_ids must be one row of ints, not {ids.dtype} of shape {ids.shape}")
+    elif not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)):
+        raise RequestError(f"input_ids must be a list of ints, not {type(ids).__name__}")
+    else:
+        for t in ids:
+            if isinstance(t, bool) or not isinstance(t, (int, np.integer)):
+                raise RequestError(f"input_ids must hold ints, not {type(t).__name__}")
+    for t in (min(ids), max(ids)) if len(ids) else ():
+        if not 0 <= t < vocab_size:
+            raise RequestError(f"input_ids holds {t}, but the vocabulary has ids 0 to {vocab_size - 1}")
+
+
+def split(
+    prompt: Any,
+    input_ids: Any,
+    sampling_params: Any,
+    rid: Any,
+    stream: Any,
+    return_logprob: Any,
+    priority: Any,
+) -> tuple[list[RequestInput], bool]:
+    """The requests of one call, and whether it was a list call.
+
+    A list of prompts, or of lists of ids, makes a list call; the other arguments are then one value for all or a list
+    as long. A string `rid` becomes `rid_0`, `rid_1`, ... Raises RequestError on a list of another length.
+    """
+    many = isinstance(prompt, (list, tuple)) or _is_rows(input_ids)
+    if not many:
+        return [RequestInput(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority)], False
+    count = len(prompt) if isinstance(prompt, (list, tuple)) else len(input_ids)
+    if isinstance(rid, str):
+        rid = [f"{rid}_{i}" for i in range(count)]
+    columns = [
+        _column(name, value, count)
+        for name, value in (
+            ("prompt", prompt),
+            ("input_ids", input_ids),
+            ("sampling_params", sampling_params),
+            ("rid", rid),
+            ("return_logprob", return_logprob),
+            ("priority", priority),
+        )
+    ]
+    rows = zip(*columns, strict=True)
+    return [RequestInput(p, i, s, r, stream, logprob, prio) for p, i, s, r, logprob, prio in rows], True
+
+
+def _is_rows(ids: Any) -> bool:
+    if isinstance(ids, np.ndarray):
+        return ids.ndim == 2
+    return isinstance(ids, (list, tuple)) and any(isinstance(row, (list, tuple, np.ndarray)) for row in ids)
+
+
+def _column(name: str, value: Any, count: int) -> list[Any]:
+    if isinstance(value, np.ndarray) and value.ndim == 2:
+        value = list(value)
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} entries for {count} requests")
+    return list(value)
