@@ -99,11 +99,15 @@ class EngineConfig:
                 f"chunked_prefill_size {self.chunked_prefill_size} must be a multiple of page_size {self.page_size}"
             )
         if self.max_total_tokens is not None and self.max_total_tokens % self.page_size:
-            raise ValueError(f"max_total_tokens {self.max_total_tokens} must be a multiple of page_size {self.page_size}")
+            raise ValueError(
+                f"max_total_tokens {self.max_total_tokens} must be a multiple of page_size {self.page_size}"
+            )
         if self.enable_mixed_chunk and self.chunked_prefill_size == -1:
             raise ValueError("enable_mixed_chunk needs chunked_prefill_size")
         if self.enable_mixed_chunk and self.speculative_num_draft_tokens:
-            raise ValueError("enable_mixed_chunk and speculation exclude each other: a verify step cannot join a prefill")
+            raise ValueError(
+                "enable_mixed_chunk and speculation exclude each other: a verify step cannot join a prefill"
+            )
         if self.random_seed is not None and not 0 <= self.random_seed < 1 << 32:
             raise ValueError(f"random_seed must be at least 0 and below 2**32, not {self.random_seed}")
         if self.speculative_eagle_topk != 1:

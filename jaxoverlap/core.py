@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -217,8 +217,7 @@ class StepResult:
     logprobs: np.ndarray | None = None  # float32, shape of `tokens`
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Output:
+class Output(NamedTuple):
     """What the scheduler tells the caller of a request: its first `completion_tokens` tokens stand."""
 
     request: Request

@@ -39,7 +39,11 @@ def measure(policy: str = "fcfs", turns: int = 300) -> list[dict[str, Any]]:
             if launch is not None:
                 row["admit_us" if launch.mode.is_extend else "decode_us"].append(seconds * 1e6)
     return [
-        {"waiting": load.waiting, "cached_tokens": load.cached_tokens, **{k: statistics.median(v) for k, v in row.items()}}
+        {
+            "waiting": load.waiting,
+            "cached_tokens": load.cached_tokens,
+            **{k: statistics.median(v) for k, v in row.items()},
+        }
         for load, row in zip(LOADS, times)
     ]
 

@@ -40,11 +40,14 @@ def run(args: argparse.Namespace) -> int:
     from jaxoverlap.replay.device import ReplayDevice
 
     enable_compilation_cache(cache_dir() / "compiled")
-    device = ReplayDevice(scenarios)
-    with bars() as report:
-        device.warm_up(lambda done, total, _: report("compile", done, total))
     settings = {name: getattr(args, name) for name in DEPARTURES}
-    replay(scenarios, device.runner, sys.stdout, turns=args.show, reasons=args.explain, **settings)
+    device = ReplayDevice(scenarios)
+    try:
+        with bars() as report:
+            device.warm_up(lambda done, total, _: report("compile", done, total))
+        replay(scenarios, device.runner, sys.stdout, turns=args.show, reasons=args.explain, **settings)
+    finally:
+        device.shutdown()
     return 0
 
 

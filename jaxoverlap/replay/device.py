@@ -25,8 +25,8 @@ from jaxoverlap.replay.scenario import Scenario
 
 
 class ToySpeculator:
-    """The scenarios' speculation: on a context c and its next token b it accepts 1 + (h(c + [b]) // span) % drafts tokens
-    of the model's own continuation, h being the checksum model's hash."""
+    """The scenarios' speculation: on a context c and its next token b it accepts 1 + (h(c + [b]) // span) % drafts
+    tokens of the model's own continuation, h being the checksum model's hash."""
 
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_draft_tokens = num_draft_tokens
@@ -64,7 +64,7 @@ class ReplayDevice:
         self._runners = {drafts: self._make_runner(drafts) for drafts in self.drafts}
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles all programs of all runners; from then on none compiles. `progress` as JaxRunner.warm_up tells it."""
+        """Compiles all programs of all runners; from then on none compiles. `progress` as in JaxRunner.warm_up."""
         report = progress or (lambda done, total, name: None)
         total, before = sum(len(r.programs) for r in self._runners.values()), 0
         for runner in self._runners.values():
@@ -111,7 +111,7 @@ class ReplayDevice:
 
 
 class RankRunner:
-    """A rank's range of a shared runner; pages of `page_size` tokens become locations, page 1 from `first_location` + 1."""
+    """A rank's range of a shared runner; pages of `page_size` tokens become locations behind `first_location`."""
 
     def __init__(self, runner: JaxRunner, page_size: int, first_slot: int, first_location: int) -> None:
         self.runner = runner

@@ -99,7 +99,9 @@ def retract_decode(s: Scheduler, batch: Batch) -> None:
     if failed is not None:
         message = f"out of KV cache: {s.max_total_tokens} tokens do not hold this request beside what is locked"
         finish_without_result(s, failed, FinishReason("abort", message=message, status_code=500))
-    s.reason("the next step's KV did not fit: %s put back", ", ".join(r.rid for r in victims))
+        s.reason("%s is aborted: the pool does not hold its next token", failed.rid)
+    if victims:
+        s.reason("the next step's KV did not fit: %s put back", ", ".join(r.rid for r in victims))
     for victim in victims:
         victim.is_retracted = True
         s.counters.retracted += 1

@@ -23,8 +23,8 @@ class Finish(NamedTuple):
 def find_finish(s: Scheduler, r: Request, new_tokens: int) -> Finish | None:
     """Whether the request ends with its last `new_tokens` outputs.
 
-    Where one step reaches both a stop and the cap, SGLang says "length" and counts to the cap; what is shown ends at the
-    stop all the same. `finish_order="stop-first"` says "stop", whatever way the outputs were cut into steps.
+    Where one step reaches both a stop and the cap, SGLang says "length" and counts to the cap; what is shown ends at
+    the stop all the same. `finish_order="stop-first"` says "stop", whatever way the outputs were cut into steps.
     """
     outputs = r.output_ids
     n, cap = len(outputs), r.max_new_tokens

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxoverlap.core import FinishReason, ForwardMode, Launch, Request, StepResult
+from jaxoverlap.core import FinishReason, ForwardMode, Launch, Output, Request, StepResult
 from jaxoverlap.scheduler.finish import find_finish
 from jaxoverlap.scheduler.stream import stream_output
 
@@ -146,7 +146,7 @@ def finish_without_result(s: Scheduler, r: Request, reason: FinishReason) -> Non
     s.counters.aborted += 1
     if s.observer is not None:
         s.observer.row("ended", r, [])
-    s.tell(r, r.shown_len, finished=True)
+    s.outputs.append(Output(r, r.shown_len, True))
 
 
 def drop_rows(s: Scheduler, launch: Launch, live: np.ndarray) -> None:

@@ -74,6 +74,11 @@ class Scheduler:
         self.context_length = context_length
         self.max_total_tokens = max_total_tokens // config.page_size * config.page_size
         self.vocab_size = vocab_size
+        if self.max_prompt_len < 1:
+            raise ValueError(
+                f"max_total_tokens {max_total_tokens} and context_length {context_length} hold no request "
+                f"with page_size {config.page_size}"
+            )
         self.decode = decode
         self.rank = rank
         self.observer = observer
@@ -129,8 +134,12 @@ class Scheduler:
 
     @property
     def max_prompt_len(self) -> int:
-        """Longest prompt that is admitted (SGLang: 5 tokens under the shorter of context and pool, each less one)."""
-        return min(self.context_length - 1, self.max_total_tokens - 1) - 6
+        """Longest prompt that is admitted: SGLang's limit (under min(context, pool) - 1 - 5), and no more than what
+        leaves a token to generate: with pages, SGLang admits longer ones, which then wait for ever or give nothing."""
+        page = self.config.page_size
+        return min(
+            self.context_length - 7, self.max_total_tokens - 7, (self.max_total_tokens - 2) // page * page - page
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -160,9 +169,6 @@ class Scheduler:
         request.arrival = self.arrivals
         self.arrivals += 1
         self.waiting.append(request)
-
-    def tell(self, request: Request, completion_tokens: int, finished: bool) -> None:
-        self.outputs.append(Output(request, completion_tokens, finished))
 
     def note(self, event: str, number: int | None = None) -> None:
         if self.observer is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxoverlap.core import Launch
+from jaxoverlap.core import Launch, Output, Request
 from jaxoverlap.scheduler.finish import may_begin_stop
 
 if TYPE_CHECKING:
@@ -17,21 +17,27 @@ def stream_output(s: Scheduler, launch: Launch, rows: np.ndarray) -> None:
     """`rows`: indices of the launch's rows that have something to tell. A retracted row is told its unchanged count,
     a row that had finished before is not told again."""
     slots = launch.slots[rows]
+    counts = s.slots.output_len[slots]
     left = s.slots.epoch[slots] != launch.epochs[rows]  # finished or retracted: its columns may be another's
-    due = s.slots.stream[slots] & on_beat(s.slots.output_len[slots], s.slots.stream_interval[slots])
-    for i in rows[left | due]:
+    due = s.slots.stream[slots] & on_beat(counts, s.slots.stream_interval[slots])
+    told = left | due
+    for i, count, has_left in zip(rows[told].tolist(), counts[told].tolist(), left[told].tolist()):
         r = launch.requests[i]
-        if r.finished:
-            if not r.finished_output:
-                r.finished_output = True
-                s.tell(r, r.shown_len, finished=True)
-            continue
-        if r.table is None and not (
-            r.stream and on_beat(r.output_len, r.params.stream_interval or s.config.stream_interval)
-        ):
-            continue
+        if has_left:
+            tell_left(s, r)
+        elif not (r.params.stop and may_begin_stop(s, r)):
+            s.outputs.append(Output(r, count, False))
+
+
+def tell_left(s: Scheduler, r: Request) -> None:
+    """For a request that has left its slot: its end, once; or, retracted, what it has."""
+    if r.finished:
+        if not r.finished_output:
+            r.finished_output = True
+            s.outputs.append(Output(r, r.shown_len, True))
+    elif r.stream and on_beat(r.output_len, r.params.stream_interval or s.config.stream_interval):
         if not (r.params.stop and may_begin_stop(s, r)):
-            s.tell(r, r.output_len, finished=False)
+            s.outputs.append(Output(r, r.output_len, False))
 
 
 def on_beat(tokens: np.ndarray | int, interval: np.ndarray | int) -> np.ndarray:

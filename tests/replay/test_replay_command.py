@@ -13,6 +13,38 @@ from jaxoverlap.replay.command import load_all, replay
 from jaxoverlap.replay.play import play
 
 
+class HostDevice:
+    """ReplayDevice in NumPy; it must be warm while it plays, and shut down at the end."""
+
+    open = 0
+
+    def __init__(self, scenarios):
+        assert scenarios
+        self.is_warm = False
+        HostDevice.open += 1
+
+    def warm_up(self, progress):
+        progress(1, 1, "step")
+        self.is_warm = True
+
+    def runner(self, config, scenario, rank):
+        assert self.is_warm
+        return host_runner(config, scenario, rank)
+
+    def shutdown(self):
+        HostDevice.open -= 1
+
+
+@pytest.fixture
+def host_device(monkeypatch):
+    """The command line with a NumPy device, and no jax."""
+    cache = SimpleNamespace(enable_compilation_cache=lambda path: None)
+    monkeypatch.setitem(sys.modules, "jaxoverlap.device.compile_cache", cache)
+    monkeypatch.setitem(sys.modules, "jaxoverlap.replay.device", SimpleNamespace(ReplayDevice=HostDevice))
+    yield
+    assert HostDevice.open == 0
+
+
 def write(path, scenario):
     path.write_text(json.dumps({"scenario": scenario}))
     return str(path)
@@ -54,10 +86,7 @@ def test_bad_files_are_all_named_before_anything_starts(tmp_path, capsys, monkey
     assert "good.json" not in said.err
 
 
-def test_departures_reach_the_scheduler(monkeypatch, capsys):
-    """`run` as the command line calls it, with the NumPy device in place of the JAX one."""
-    monkeypatch.setitem(sys.modules, "jaxoverlap.replay.runners", SimpleNamespace(runner_factory=lambda _: host_runner))
-
+def test_departures_reach_the_scheduler(host_device, capsys):
     def played(name, *flags):
         assert main(["replay", str(TRACES / f"{name}.json"), *flags]) == 0
         return json.loads(capsys.readouterr().out)
@@ -70,8 +99,7 @@ def test_departures_reach_the_scheduler(monkeypatch, capsys):
     assert played(text)["overlap"]["finished"] != played(text, "--finish-order", "stop-first")["overlap"]["finished"]
 
 
-def test_show_and_explain_print_text_only(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "jaxoverlap.replay.runners", SimpleNamespace(runner_factory=lambda _: host_runner))
+def test_show_and_explain_print_text_only(host_device, monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS", raising=False)
     assert main(["replay", str(TRACES / "01_single_len4.json"), "--show", "--explain"]) == 0
     page = capsys.readouterr().out

@@ -109,8 +109,17 @@ class Harness:
         return [int(t) for t in r.output_ids[: r.shown_len]]
 
     def expected(self, rid):
+        """The oracle's answer: cut at the cap, a stop id, or the token that completes a stop string."""
         r = self.requests[rid]
-        return oracle(r.prompt_ids.tolist(), r.max_new_tokens, r.stop_ids, self.scripts.get(rid))
+        want = oracle(r.prompt_ids.tolist(), r.max_new_tokens, r.stop_ids, self.scripts.get(rid))
+        for n in range(1, len(want) + 1):
+            if any(stop in text_of(want[:n]) for stop in r.params.stop):
+                return want[:n]
+        return want
+
+    def stops(self, rid):
+        r, want = self.requests[rid], self.expected(rid)
+        return bool(want) and (want[-1] in r.stop_ids or any(stop in text_of(want) for stop in r.params.stop))
 
     def check(self, aborted=()):
         """Every request ended, equals the oracle (a prefix of it when aborted), and gave everything back."""
@@ -120,14 +129,18 @@ class Harness:
             got, want = self.outputs(rid), self.expected(rid)
             if rid in aborted:
                 assert got == want[: len(got)], rid
-            else:
-                assert got == want, rid
-                stopped = bool(want) and want[-1] in r.stop_ids
-                allowed = {"length"} if not stopped or len(want) == r.max_new_tokens else {"stop"}
-                if stopped and self.config.speculative_num_draft_tokens:
-                    allowed.add("length")  # one run may reach both
-                assert r.finish_reason.type in allowed, rid
+                continue
+            assert got == want, rid
+            assert r.finish_reason.type in self.reasons(rid), rid
         assert self.scheduler.slots.num_free == self.scheduler.slots.num_slots
         kv = self.scheduler.kv
         assert kv.pages.available_tokens + kv.tree.evictable_tokens == self.scheduler.max_total_tokens
         assert kv.tree.protected_tokens == 0
+
+    def reasons(self, rid):
+        if not self.stops(rid):
+            return {"length"}
+        at_cap = len(self.expected(rid)) == self.requests[rid].max_new_tokens
+        if self.config.finish_order == "stop-first" or not (at_cap or self.config.speculative_num_draft_tokens):
+            return {"stop"}
+        return {"length"} if at_cap else {"length", "stop"}  # one run of a verify step may reach stop and cap

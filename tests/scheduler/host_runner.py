@@ -117,8 +117,7 @@ class HostRunner:
 
     def pick(self, x, contexts, mask):
         tokens = [
-            self.token(r, c, None if mask is None else mask[i, 0])
-            for i, (r, c) in enumerate(zip(x.requests, contexts))
+            self.token(r, c, None if mask is None else mask[i, 0]) for i, (r, c) in enumerate(zip(x.requests, contexts))
         ]
         self.relay[x.slots] = tokens
         return StepResult(np.array(tokens, np.int32))
