@@ -85,7 +85,6 @@ class Request:
     stream: bool = False
     return_logprob: bool = False
     priority: int | None = None
-    rank: int = 0
     seed: int = 0  # uint32; drawn by the engine where params.sampling_seed is None
     max_new_tokens: int = 0  # params.max_new_tokens clamped at admission
     stop_ids: tuple[int, ...] = ()  # EOS and stop_token_ids; empty with ignore_eos
@@ -130,6 +129,10 @@ class Request:
     def output_logprobs(self) -> np.ndarray:
         """float32 [output_len], log-probability of each output token under the model's distribution."""
         return self.table.output_logprobs(self.slot) if self.table is not None else self.kept_logprobs
+
+    def context_ids(self) -> np.ndarray:
+        """int32, prompt and the outputs so far: what a request without a slot has to prefill."""
+        return np.concatenate([self.prompt_ids, self.kept_ids]) if len(self.kept_ids) else self.prompt_ids
 
     @property
     def finished(self) -> bool:

@@ -22,7 +22,6 @@ class KVCache:
     def __init__(self, slots: SlotTable, max_total_tokens: int, *, prefix_cache: bool, bigram: bool) -> None:
         self.slots = slots
         self.page_size = slots.page_size
-        self.total_tokens = max_total_tokens
         self.pages = PageAllocator(max_total_tokens // self.page_size, self.page_size)
         self.tree = RadixTree(self.page_size)
         self.prefix_cache = prefix_cache
@@ -120,13 +119,12 @@ class KVCache:
             request.prefix_pages = row
             return
         key = self.key(self.slots.tokens[slot, :fill])
-        had = self._insert(request, key, row)
+        self._insert(request, key, row)
         pages, node = self.tree.match(key)
         first = request.protected_len // self.page_size
         changed = first + np.flatnonzero(pages[first:] != row[first : len(pages)])
         if len(changed):
             self.slots.set_pages(np.full(len(changed), slot, np.int32), changed, pages[changed])
-        assert had <= len(pages) * self.page_size
         request.protected_len = len(pages) * self.page_size
         self.unlock(request.last_node)
         self.lock(node)
@@ -162,10 +160,9 @@ class KVCache:
         self.pages.free(self.tree.evict(self.tree.evictable_tokens))
         self.tree.reset()
 
-    def _insert(self, request: Request, key: np.ndarray, row: np.ndarray) -> int:
+    def _insert(self, request: Request, key: np.ndarray, row: np.ndarray) -> None:
         had = self.tree.insert(key, row)
         self.pages.free(row[request.protected_len // self.page_size : had // self.page_size])
-        return had
 
     def _row(self, slot: int, tokens: int) -> np.ndarray:
         return self.slots.page_table[slot, : -(-tokens // self.page_size)].copy()

@@ -47,7 +47,6 @@ class Player:
                 vocab_size=VOCAB_SIZE,
                 decode=toy_text,
                 grammar_backend=ToyGrammarBackend(lambda: self.turn, scenario.grammar_compile_turns),
-                rank=rank,
                 observer=self.recorders[rank],
             )
             for rank in range(config.dp_size)
@@ -141,6 +140,5 @@ def make_request(op: dict[str, Any]) -> Request:
         stream=True,
         return_logprob=op.get("return_logprob", False),
         priority=op.get("priority"),
-        rank=op.get("rank", 0),
         stop_ids=eos,
     )

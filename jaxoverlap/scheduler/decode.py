@@ -9,6 +9,7 @@ import numpy as np
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Batch, FinishReason, ForwardMode, Request
 from jaxoverlap.scheduler import batches
+from jaxoverlap.scheduler.retract import requeue, take_back
 
 if TYPE_CHECKING:
     from jaxoverlap.scheduler.scheduler import Scheduler
@@ -79,12 +80,11 @@ def retract_decode(s: Scheduler, batch: Batch) -> None:
     while len(order) > 1 and (not victims or not fits(s, batch.slots[order])):
         victim = batch.requests[order.pop()]
         victims.append(victim)
-        s.kv.release(victim, insert=False)
-        s.kv.evict_for(len(order) * s.config.retract_decode_steps)
+        take_back(s, victim, len(order))
     failed: Request | None = None
     if len(order) == 1 and s.chunked is not None and not fits(s, batch.slots[order]):
         victims.append(batch.requests[order.pop()])  # the prompt under way has the pages, and gives them back in time
-        s.kv.release(victims[-1], insert=False)
+        take_back(s, victims[-1], 0)
     if len(order) == 1 and not fits(s, batch.slots[order]):
         failed = batch.requests[order.pop()]
         s.kv.release(failed, insert=False)
@@ -103,18 +103,13 @@ def retract_decode(s: Scheduler, batch: Batch) -> None:
     if victims:
         s.reason("the next step's KV did not fit: %s put back", ", ".join(r.rid for r in victims))
     for victim in victims:
-        victim.is_retracted = True
-        s.counters.retracted += 1
-        if s.observer is not None:
-            s.observer.row("retracted", victim, [])
-        s.enqueue(victim)
+        s.row("retracted", victim)
+        requeue(s, victim)
 
 
 def skip_known(s: Scheduler, batch: Batch) -> None:
     """Leaves out rows whose result in flight is known to be their last: they reach their cap with it."""
-    in_flight = np.zeros(len(s.slots.epoch), np.int32)
-    for launch, _ in s.result_queue:
-        in_flight[launch.slots[s.slots.epoch[launch.slots] == launch.epochs]] += 1
+    in_flight = slots_in_flight(s)
     slots = batch.slots
     more = s.slots.output_len[slots] + in_flight[slots] < s.slots.max_new[slots]
     if not more.all():
@@ -142,7 +137,14 @@ def known_lengths(s: Scheduler, batch: Batch) -> np.ndarray:
     committed = table.prompt_len[slots] + table.output_len[slots] - 1
     if s.config.disable_overlap_schedule:
         return committed
-    in_flight = np.zeros(len(table.epoch), bool)
+    verifying = bool(s.result_queue) and s.result_queue[-1][0].mode.is_decode
+    in_flight = slots_in_flight(s)[slots] & verifying
+    return np.where(in_flight, committed, table.verify_len[slots])
+
+
+def slots_in_flight(s: Scheduler) -> np.ndarray:
+    """bool [rows of the slot table]: the slot's request is in the launch whose result is still to come."""
+    out = np.zeros(len(s.slots.epoch), bool)
     for launch, _ in s.result_queue:
-        in_flight[launch.slots] = launch.mode.is_decode
-    return np.where(in_flight[slots], committed, table.verify_len[slots])
+        out[launch.slots[s.slots.epoch[launch.slots] == launch.epochs]] = True
+    return out

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from jaxoverlap.scheduler.scheduler import Scheduler
 
 
+CUT_CHARACTER = 6  # bytes by which a character cut at either end of the tail may look longer than it is
+
+
 class Finish(NamedTuple):
     """`length`: completion tokens as SGLang counts them; `stop_len`: those up to the first stop, if there is one."""
 
@@ -39,39 +42,46 @@ def find_finish(s: Scheduler, r: Request, new_tokens: int) -> Finish | None:
 
 
 def find_stop(s: Scheduler, r: Request, outputs: np.ndarray, start: int) -> Finish | None:
-    """The first stop at or behind index `start`; stop strings come before stop ids, as in SGLang."""
+    """The first stop, or bad token, at or behind index `start`; a stop string comes before a stop id that ends at the
+    same token, as in SGLang."""
     new = outputs[start:]
+    found: list[Finish] = []
     bad = np.flatnonzero((new < 0) | (new >= s.vocab_size))
     if len(bad):
         message = f"token {int(new[bad[0]])} is outside the vocabulary of {s.vocab_size}: the logits were not finite"
-        return Finish(FinishReason("abort", message=message, status_code=500), start + int(bad[0]))
-    string = find_stop_string(s, r, outputs, start) if r.params.stop else None
+        new = new[: bad[0]]
+        found.append(Finish(FinishReason("abort", message=message, status_code=500), start + len(new)))
     ids = np.flatnonzero(np.isin(new, r.stop_ids)) if r.stop_ids else np.empty(0, np.intp)
-    if string is not None and (not len(ids) or string.length <= start + int(ids[0]) + 1):
-        return string
     if len(ids):
-        first = int(ids[0])
-        return Finish(FinishReason("stop", matched=int(new[first])), start + first + 1)
-    return None
+        found.append(Finish(FinishReason("stop", matched=int(new[ids[0]])), start + int(ids[0]) + 1))
+    if r.params.stop:
+        found += find_stop_string(s, r, outputs[: start + len(new)], start)
+    return min(reversed(found), key=lambda f: f.length, default=None)
 
 
-def find_stop_string(s: Scheduler, r: Request, outputs: np.ndarray, start: int) -> Finish | None:
-    assert s.decode is not None, "a request with stop strings, but no tokenizer"
+def find_stop_string(s: Scheduler, r: Request, outputs: np.ndarray, start: int) -> list[Finish]:
+    """One or none."""
     assert isinstance(r.params.stop, tuple)
     for end in range(start + 1, len(outputs) + 1):
         text = tail_text(s, r, outputs[:end])
         for stop in r.params.stop:
             if stop in text:
-                return Finish(FinishReason("stop", matched=stop), end)
-    return None
+                return [Finish(FinishReason("stop", matched=stop), end)]
+    return []
 
 
 def tail_text(s: Scheduler, r: Request, outputs: np.ndarray) -> str:
-    """Text of enough last tokens to hold the longest stop string: a token that shows at all has at least a byte."""
-    assert s.decode is not None
+    """Text of the last token, behind enough others to hold all of a stop string that ends in it."""
+    assert s.decode is not None, "a request with stop strings, but no tokenizer"
     assert isinstance(r.params.stop, tuple)
-    longest = max(len(stop.encode()) for stop in r.params.stop)
-    return s.decode(outputs[-(longest + 1) :])
+    enough = max(len(stop.encode()) for stop in r.params.stop) + CUT_CHARACTER
+    last = len(s.decode(outputs[-1:]).encode())
+    count = enough + 1
+    while True:
+        text = s.decode(outputs[-count:])
+        if count >= len(outputs) or len(text.encode()) - last >= enough:
+            return text
+        count *= 2  # some of them show nothing
 
 
 def may_begin_stop(s: Scheduler, r: Request) -> bool:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def on_idle(s: Scheduler) -> None:
-    s.note("idle")
+    s.note("idle")  # also in a bubble: nothing was composed, but requests wait
     if len(s.running_batch) or s.chunked is not None or s.result_queue or s.waiting or s.grammars.pending:
         return
     check_leaks(s)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxoverlap.core import FinishReason, Request, Turn
 from jaxoverlap.scheduler import batches
 from jaxoverlap.scheduler.results import finish_without_result
+from jaxoverlap.scheduler.retract import requeue, take_back
 
 if TYPE_CHECKING:
     from jaxoverlap.scheduler.scheduler import Scheduler
@@ -122,10 +123,12 @@ def pause(s: Scheduler, mode: str) -> Turn:
     s.last_batch = s.cur_batch = None
     if mode == "retract":
         batches.drop_finished(s.slots, s.running_batch)
-        rows = len(s.running_batch)
-        for i, r in enumerate(s.running_batch.requests):
-            retract(s, r)
-            s.kv.evict_for((rows - i) * s.config.retract_decode_steps)
+        rows = list(s.running_batch.requests)
+        if s.chunked is not None and s.chunked not in rows:
+            rows.append(s.chunked)
+        for i, r in enumerate(rows):
+            take_back(s, r, len(rows) - i)
+            requeue(s, r)
         s.running_batch = batches.empty_batch()
         s.chunked = None
 
@@ -147,11 +150,3 @@ def merge_last(s: Scheduler) -> None:
         s.running_batch = s.last_batch
     else:
         batches.merge(s.running_batch, s.last_batch)
-
-
-def retract(s: Scheduler, request: Request) -> None:
-    """Takes slot and pages from a running request and queues it again; a token in flight is dropped and comes anew."""
-    s.kv.release(request, insert=False)
-    request.is_retracted = True
-    s.counters.retracted += 1
-    s.enqueue(request)

@@ -26,16 +26,16 @@ def make_policy(config: EngineConfig, kv: KVCache) -> Policy:
     name = config.schedule_policy
     if name in ("lpm", "dfs-weight") and config.disable_radix_cache:
         name = "fcfs"
-    rank = rank_by_priority(config)
+    key = priority_key(config)
     if name == "lpm":
         return LongestPrefix(kv)
     if name == "dfs-weight":
         return DepthFirst(kv)
     if name == "lof":
-        return LongestOutput(rank)
+        return LongestOutput(key)
     if name == "random":
         return Shuffled(config.random_seed)
-    return FirstCome(rank)
+    return FirstCome(key)
 
 
 def priority(r: Request, config: EngineConfig) -> int:
@@ -45,7 +45,7 @@ def priority(r: Request, config: EngineConfig) -> int:
     return sys.maxsize if config.schedule_low_priority_values_first else -sys.maxsize - 1
 
 
-def rank_by_priority(config: EngineConfig) -> Callable[[Request], int] | None:
+def priority_key(config: EngineConfig) -> Callable[[Request], int] | None:
     """Smaller goes first; None where priorities are off."""
     if not config.enable_priority_scheduling:
         return None
@@ -56,22 +56,22 @@ def rank_by_priority(config: EngineConfig) -> Callable[[Request], int] | None:
 class FirstCome:
     """fcfs, by priority first where priorities are on."""
 
-    def __init__(self, rank: Callable[[Request], int] | None) -> None:
-        self.rank = rank
+    def __init__(self, key: Callable[[Request], int] | None) -> None:
+        self.key = key
 
     def order(self, waiting: deque[Request]) -> deque[Request]:
-        rank = self.rank
-        return waiting if rank is None else deque(sorted(waiting, key=lambda r: (rank(r), r.arrival)))
+        key = self.key
+        return waiting if key is None else deque(sorted(waiting, key=lambda r: (key(r), r.arrival)))
 
 
 class LongestOutput:
     """lof: largest output cap first."""
 
-    def __init__(self, rank: Callable[[Request], int] | None) -> None:
-        self.rank = rank or (lambda r: 0)
+    def __init__(self, key: Callable[[Request], int] | None) -> None:
+        self.key = key or (lambda r: 0)
 
     def order(self, waiting: deque[Request]) -> deque[Request]:
-        return deque(sorted(waiting, key=lambda r: (self.rank(r), -r.max_new_tokens)))
+        return deque(sorted(waiting, key=lambda r: (self.key(r), -r.max_new_tokens)))
 
 
 class Shuffled:
@@ -130,11 +130,9 @@ class DepthFirst:
 
 def match_waiting(kv: KVCache, waiting: deque[Request]) -> set[Request]:
     """Matches every waiting prompt; returns those that share a prefix with an earlier one that is not cached yet."""
-    from jaxoverlap.scheduler.prefill import context_ids
-
     seen, later = RadixTree(kv.page_size), set()
     for r in waiting:
-        ids = context_ids(r)[:-1]
+        ids = r.context_ids()[:-1]
         kv.match(r, ids)
         if r.prefix_len > IN_BATCH_THRESHOLD:
             continue

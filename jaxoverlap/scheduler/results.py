@@ -3,6 +3,7 @@ have finished or been retracted meanwhile; such a row's token is dropped."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +27,7 @@ def process_batch_result(s: Scheduler, launch: Launch, result: StepResult) -> No
     else:
         told = process_decode(s, launch, result)
     stream_output(s, launch, told)
-    s.processed()
+    s.counters.last_result = time.monotonic()
 
 
 def is_live(s: Scheduler, launch: Launch) -> np.ndarray:
@@ -63,8 +64,7 @@ def process_extend(s: Scheduler, launch: Launch, result: StepResult) -> np.ndarr
             told.append(i)
         elif r.middle_chunks > 0:
             r.middle_chunks -= 1
-            if s.observer is not None:
-                s.observer.row("middle_chunk", r, [])
+            s.row("middle_chunk", r)
         else:
             commit_extend_row(s, launch, i, 0 if launch.is_prefill_only else int(result.tokens[i]), result)
             told.append(i)
@@ -76,8 +76,7 @@ def commit_extend_row(s: Scheduler, launch: Launch, i: int, token: int, result: 
     logprobs = None if result.logprobs is None else result.logprobs[i : i + 1]
     s.slots.append(slot, np.array([token], np.int32), logprobs)
     s.counters.output_tokens += 1
-    if s.observer is not None:
-        s.observer.row("committed", r, [token])
+    s.row("committed", r, [token])
     check_finish(s, r, 1)
     if not r.finished and i < launch.num_prefill:
         s.kv.cache_unfinished(r)
@@ -100,8 +99,7 @@ def process_verify(s: Scheduler, launch: Launch, result: StepResult) -> np.ndarr
             table.append(slot, np.array([token], np.int32), logprobs)
         table.committed_len[slot] += len(run) - 1
         s.counters.output_tokens += len(run)
-        if s.observer is not None:
-            s.observer.row("committed", r, run)
+        s.row("committed", r, run)
         check_finish(s, r, len(run), grammar_done=True)
     return np.arange(len(launch.requests))
 
@@ -131,8 +129,7 @@ def check_finish(s: Scheduler, r: Request, new_tokens: int, grammar_done: bool =
     if finish is None:
         return
     r.finish_reason, r.finished_len, r.stop_len = finish
-    if s.observer is not None:
-        s.observer.row("finished", r, [])
+    s.row("finished", r)
     s.kv.release(r, insert=True)
     s.counters.finished += 1
     s.counters.aborted += r.finish_reason.type == "abort"
@@ -144,8 +141,7 @@ def finish_without_result(s: Scheduler, r: Request, reason: FinishReason) -> Non
     r.finished_len = r.output_len
     s.counters.finished += 1
     s.counters.aborted += 1
-    if s.observer is not None:
-        s.observer.row("ended", r, [])
+    s.row("ended", r)
     s.outputs.append(Output(r, r.shown_len, True))
 
 
@@ -155,6 +151,5 @@ def drop_rows(s: Scheduler, launch: Launch, live: np.ndarray) -> None:
 
 
 def drop_row(s: Scheduler, r: Request) -> None:
-    s.counters.overrun_rows += 1
-    if s.observer is not None:
-        s.observer.row("dropped", r, [])
+    s.counters.dropped_rows += 1
+    s.row("dropped", r)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +34,7 @@ class Counters:
     finished: int = 0
     aborted: int = 0
     retracted: int = 0
-    overrun_rows: int = 0
+    dropped_rows: int = 0  # of requests that had ended, been retracted or aborted meanwhile
     overlap_disabled: int = 0
     last_result: float = 0.0
 
@@ -67,7 +66,6 @@ class Scheduler:
         vocab_size: int,
         decode: Callable[[np.ndarray], str] | None = None,
         grammar_backend: GrammarBackend | None = None,
-        rank: int = 0,
         observer: Observer | None = None,
     ) -> None:
         self.config = config
@@ -80,7 +78,6 @@ class Scheduler:
                 f"with page_size {config.page_size}"
             )
         self.decode = decode
-        self.rank = rank
         self.observer = observer
         self.is_speculative = config.speculative_num_draft_tokens > 0
 
@@ -174,10 +171,11 @@ class Scheduler:
         if self.observer is not None:
             self.observer.note(event, number)
 
+    def row(self, event: str, request: Request, tokens: Sequence[int] = ()) -> None:
+        if self.observer is not None:
+            self.observer.row(event, request, list(tokens))
+
     def reason(self, text: str, *values: Any) -> None:
         """Why the turn goes as it does; `text % values` is made only where somebody listens."""
         if self.observer is not None:
             self.observer.reason(text % values)
-
-    def processed(self) -> None:
-        self.counters.last_result = time.monotonic()

@@ -35,9 +35,10 @@ def tell_left(s: Scheduler, r: Request) -> None:
         if not r.finished_output:
             r.finished_output = True
             s.outputs.append(Output(r, r.shown_len, True))
-    elif r.stream and on_beat(r.output_len, r.params.stream_interval or s.config.stream_interval):
-        if not (r.params.stop and may_begin_stop(s, r)):
-            s.outputs.append(Output(r, r.output_len, False))
+        return
+    interval = r.params.stream_interval or s.config.stream_interval
+    if r.stream and on_beat(r.output_len, interval) and not (r.params.stop and may_begin_stop(s, r)):
+        s.outputs.append(Output(r, r.output_len, False))
 
 
 def on_beat(tokens: np.ndarray | int, interval: np.ndarray | int) -> np.ndarray:

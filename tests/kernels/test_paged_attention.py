@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxoverlap.kernels import paged_attention
 from jaxoverlap.kernels.kv_write import kv_write
 from jaxoverlap.kernels.paged_attention import decode_attention, extend_attention
 
@@ -71,13 +70,12 @@ def error(got, expected):
 @pytest.mark.parametrize(
     ("page_size", "heads", "kv_heads", "dim"), [(1, 3, 3, 8), (4, 6, 2, 20), (5, 4, 1, 8), (64, 2, 2, 8)]
 )
-def test_decode(monkeypatch, dtype, page_size, heads, kv_heads, dim):
-    monkeypatch.setattr(paged_attention, "KV_BLOCK", 16)
+def test_decode(dtype, page_size, heads, kv_heads, dim):
     rng = np.random.default_rng(page_size)
     lens = [1, 16, 0, 37, 15, 17]
     p = paged(rng, lens, page_size, kv_heads, dim, dtype)
     q = jnp.asarray(rng.standard_normal((len(lens), heads, dim)), dtype)
-    where = {"page_size": page_size, "first_loc": p.first_loc, "scale": dim**-0.5}
+    where = {"page_size": page_size, "first_loc": p.first_loc, "scale": dim**-0.5, "kv_block": 16}
     got = decode_attention(q, *p.cache, jnp.array(p.table), jnp.array(lens, jnp.int32), **where)
     assert got.dtype == dtype
     for b, n in enumerate(lens):
@@ -96,8 +94,7 @@ def test_decode(monkeypatch, dtype, page_size, heads, kv_heads, dim):
     ],
     ids=["one token", "one prompt", "ragged", "mixed"],
 )
-def test_extend(monkeypatch, dtype, page_size, rows):
-    monkeypatch.setattr(paged_attention, "KV_BLOCK", 16)
+def test_extend(dtype, page_size, rows):
     heads, kv_heads, dim, padding = 4, 2, 8, 3
     rng = np.random.default_rng(len(rows))
     lens = [a + b for a, b in rows]
@@ -105,7 +102,7 @@ def test_extend(monkeypatch, dtype, page_size, rows):
     extend = np.array([b for _, b in rows], np.int32)
     starts = np.cumsum(extend, dtype=np.int32) - extend
     q = jnp.asarray(rng.standard_normal((extend.sum() + padding, heads, dim)), dtype)
-    where = {"page_size": page_size, "first_loc": p.first_loc, "scale": 0.3}
+    where = {"page_size": page_size, "first_loc": p.first_loc, "scale": 0.3, "kv_block": 16}
     ints = [jnp.array(x, jnp.int32) for x in (p.table, lens, starts, extend)]
     got = extend_attention(q, *p.cache, *ints, **where)
     assert got.dtype == dtype

@@ -76,7 +76,7 @@ def test_h3_slot_and_pages_reused_right_behind_an_overrun(page, seed):
     for i, prompt in enumerate(prompts):
         h.submit(f"r{i}", prompt, max_new_tokens=10)
     h.run().check()
-    assert h.scheduler.counters.overrun_rows >= 6 - 1
+    assert h.scheduler.counters.dropped_rows >= 6 - 1
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])

@@ -1,0 +1,84 @@
+"""The demo model through the engine: 20 prompts whose greedy tokens torch gave from the same weights (bf16 stored,
+float32 computed)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.engine import Engine
+from jaxoverlap.loading import load
+
+CASES = json.loads((Path(__file__).parent / "data" / "smollm2_goldens.json").read_text())["cases"]
+SLOTS = 16
+GREEDY = {"temperature": 0.0, "max_new_tokens": 48}
+
+pytestmark = pytest.mark.demo
+
+
+@pytest.fixture(scope="module")
+def parts(demo_model):
+    config = EngineConfig(
+        model_path=str(demo_model),
+        dtype="float32",
+        context_length=160,
+        max_total_tokens=2560,
+        max_running_requests=SLOTS,
+        chunked_prefill_size=128,
+    )
+    model, runner, total = load(config)
+    yield config, model, runner, total
+    runner.shutdown()
+
+
+def engine_on(parts, loop):
+    config, model, runner, total = parts
+    fields = {name: getattr(config, name) for name in config.__slots__}
+    return Engine.from_parts(
+        EngineConfig(**{**fields, "disable_overlap_schedule": loop == "normal"}), model, runner, total
+    )
+
+
+def check(engine, cases, at_once):
+    """Tokens that agree; fails on the first request that differs."""
+    tokens = 0
+    for i in range(0, len(cases), at_once):
+        some = cases[i : i + at_once]
+        results = engine.generate(input_ids=[c["prompt_ids"] for c in some], sampling_params=GREEDY)
+        for case, result in zip(some, results):
+            assert result["output_ids"] == case["output_ids"], case["prompt"]
+            tokens += len(result["output_ids"])
+    engine.wait_idle()
+    assert engine.metrics()["free_slots"] == SLOTS
+    return tokens
+
+
+@pytest.mark.parametrize("loop", ["overlap", "normal"])
+def test_all_at_once_with_fewer_slots(parts, loop):
+    assert check(engine_on(parts, loop), CASES, len(CASES)) == 831
+
+
+@pytest.mark.parametrize(("loop", "at_once"), [("overlap", 1), ("normal", 1), ("overlap", 4), ("normal", 4)])
+def test_a_few(parts, loop, at_once):
+    some = CASES[: max(2, at_once)]
+    assert check(engine_on(parts, loop), some, at_once) == sum(len(c["output_ids"]) for c in some)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["overlap", "normal"])
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_all(parts, loop, at_once):
+    assert check(engine_on(parts, loop), CASES, at_once) == 831
+
+
+def test_text_and_logprobs(parts):
+    engine = engine_on(parts, "overlap")
+    case = CASES[0]
+    assert case["chat"]
+    result = engine.chat([{"role": "user", "content": case["prompt"]}], GREEDY, return_logprob=True)
+    assert result["meta_info"]["prompt_tokens"] == len(case["prompt_ids"])
+    assert result["text"] + "<|im_end|>" == case["text"]
+    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
+    logprobs = [lp for lp, _, _ in result["meta_info"]["output_token_logprobs"]]
+    assert logprobs == pytest.approx(case["logprob"], abs=1e-3)

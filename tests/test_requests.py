@@ -1,0 +1,172 @@
+import numpy as np
+import pytest
+from helpers_engine import byte_level_tokenizer
+
+from jaxoverlap.core import RequestError
+from jaxoverlap.requests import Limits, RequestFactory, RequestInput, split
+from jaxoverlap.sampling_params import SamplingParams
+
+LIMITS = Limits(vocab_size=257, context_length=64, max_total_tokens=128, max_prompt_len=57, eos_token_ids=(256,))
+
+
+def factory(tokenizer=True, seed=0, **limits):
+    values = {name: getattr(LIMITS, name) for name in LIMITS.__slots__} | limits
+    return RequestFactory(Limits(**values), byte_level_tokenizer() if tokenizer else None, seed)
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ({"input_ids": []}, ["input_ids is empty"]),
+        ({"prompt": ""}, ["prompt is empty"]),
+        ({}, ["one of prompt and input_ids"]),
+        ({"prompt": "a", "input_ids": [1]}, ["one of prompt and input_ids"]),
+        ({"prompt": 5}, ["prompt", "string", "int"]),
+        ({"prompt": "x" * 58}, ["prompt has 58 tokens", "57", "context_length 64", "max_total_tokens 128"]),
+        ({"input_ids": [1] * 58}, ["input_ids has 58 tokens", "57"]),
+        ({"input_ids": "abc"}, ["input_ids must be a list of ints", "str"]),
+        ({"input_ids": 7}, ["input_ids must be a list of ints", "int"]),
+        ({"input_ids": [1, 2.0]}, ["input_ids must hold ints", "float"]),
+        ({"input_ids": [1, True]}, ["input_ids must hold ints", "bool"]),
+        ({"input_ids": [1, 257]}, ["input_ids holds 257", "0 to 256"]),
+        ({"input_ids": [-1, 1]}, ["input_ids holds -1", "0 to 256"]),
+        ({"input_ids": [1 << 80]}, ["input_ids holds", "0 to 256"]),
+        ({"input_ids": np.array([1.5])}, ["input_ids", "float64"]),
+        ({"input_ids": np.array([300])}, ["input_ids holds 300", "0 to 256"]),
+        ({"input_ids": [1], "rid": ""}, ["rid", "non-empty string"]),
+        ({"input_ids": [1], "rid": 3}, ["rid", "non-empty string", "3"]),
+        ({"input_ids": [1], "rid": "live"}, ["rid 'live'", "in use"]),
+        ({"input_ids": [1], "stream": 1}, ["stream", "bool"]),
+        ({"input_ids": [1], "return_logprob": "yes"}, ["return_logprob", "bool"]),
+        ({"input_ids": [1], "priority": 1.0}, ["priority", "int"]),
+        ({"input_ids": [1], "priority": 1}, ["priority", "enable_priority_scheduling"]),
+    ],
+)
+def test_refused(given, parts):
+    with pytest.raises(RequestError) as e:
+        factory().make(RequestInput(**given), live={"live"})
+    for part in parts:
+        assert part in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "parts"),
+    [
+        (5, ["sampling_params", "dict", "int"]),
+        ({"temprature": 1}, ["unknown", "'temprature'"]),
+        ({3: 1}, ["unknown", "3"]),
+        ({"temperature": -0.1}, ["temperature", "0", "-0.1"]),
+        ({"temperature": float("nan")}, ["temperature"]),
+        ({"temperature": "hot"}, ["temperature"]),
+        ({"stop": 5}, ["stop", "int"]),
+        ({"stop": [5]}, ["stop", "int"]),
+        ({"stop": ""}, ["stop", "empty"]),
+        ({"max_new_tokens": -1}, ["max_new_tokens", "-1"]),
+        ({"max_new_tokens": 1.5}, ["max_new_tokens", "float"]),
+        ({"top_p": 0.0}, ["top_p"]),
+        ({"top_k": 0}, ["top_k"]),
+        ({"json_schema": "{}"}, ["json_schema", "grammar"]),
+        ({"regex": "a"}, ["regex", "grammar"]),
+        ({"ebnf": "a"}, ["ebnf", "grammar"]),
+        ({"frequency_penalty": 1.0}, ["frequency_penalty"]),
+        ({"n": 2}, ["n "]),
+        ({"stop_token_ids": [257]}, ["stop_token_ids holds 257", "257 ids"]),
+        ({"sampling_seed": 1 << 32}, ["sampling_seed", "2**32"]),
+    ],
+)
+def test_refused_sampling_params(params, parts):
+    with pytest.raises(RequestError) as e:
+        factory().make(RequestInput(input_ids=[1], sampling_params=params))
+    for part in parts:
+        assert part in str(e.value)
+
+
+def test_without_a_tokenizer():
+    with pytest.raises(RequestError, match=r"prompt needs a tokenizer.*input_ids"):
+        factory(tokenizer=False).make(RequestInput(prompt="a"))
+    with pytest.raises(RequestError, match=r"stop needs a tokenizer.*stop_token_ids"):
+        factory(tokenizer=False).make(RequestInput(input_ids=[1], sampling_params={"stop": "a"}))
+
+
+def test_the_longest_prompt_is_taken():
+    assert factory().make(RequestInput(input_ids=[1] * 57)).prompt_len == 57
+
+
+def test_what_a_request_holds():
+    params = SamplingParams(stop_token_ids=[9, 256], temperature=0.5)
+    given = RequestInput(prompt="hi", sampling_params=params, rid="a", stream=True, return_logprob=True, priority=-3)
+    r = factory(priorities=True).make(given)
+    assert (r.rid, r.text, r.stream, r.return_logprob, r.priority) == ("a", "hi", True, True, -3)
+    assert r.prompt_ids.tolist() == [104, 105]
+    assert r.prompt_ids.dtype == np.int32
+    assert r.params is params
+    assert r.stop_ids == (256, 9)
+
+
+def test_ignore_eos_drops_all_stop_ids():
+    given = RequestInput(input_ids=[1], sampling_params={"ignore_eos": True, "stop_token_ids": [9]})
+    assert factory().make(given).stop_ids == ()
+
+
+def test_the_ids_are_a_copy():
+    ids = np.array([1, 2], np.int32)
+    r = factory().make(RequestInput(input_ids=ids))
+    ids[:] = 0
+    assert r.prompt_ids.tolist() == [1, 2]
+
+
+def test_sglangs_defaults_and_not_the_models():
+    r = factory().make(RequestInput(input_ids=[1]))
+    assert (r.params.temperature, r.params.top_p, r.params.top_k, r.params.max_new_tokens) == (1.0, 1.0, -1, 128)
+
+
+def test_seeds_are_drawn_in_order_by_unseeded_requests_alone():
+    f = factory(seed=42)
+    rng = np.random.default_rng(42)
+    want = [int(rng.integers(1 << 32, dtype=np.uint32)) for _ in range(2)]
+    seeds = [f.make(RequestInput(input_ids=[1])).seed]
+    assert f.make(RequestInput(input_ids=[1], sampling_params={"sampling_seed": 7})).seed == 7
+    with pytest.raises(RequestError):
+        f.make(RequestInput(input_ids=[]))
+    seeds.append(f.make(RequestInput(input_ids=[1])).seed)
+    assert seeds == want
+
+
+def test_ids_are_made_up_and_differ():
+    f = factory()
+    assert len({f.make(RequestInput(input_ids=[1])).rid for _ in range(20)}) == 20
+
+
+def split_(**given):
+    names = ("prompt", "input_ids", "sampling_params", "rid", "stream", "return_logprob", "priority")
+    return split(*(given.get(name) for name in names))
+
+
+@pytest.mark.parametrize(
+    "given", [{"prompt": "a"}, {"input_ids": [1, 2]}, {"input_ids": np.array([1])}, {"input_ids": []}]
+)
+def test_single_calls(given):
+    rows, many = split_(**given)
+    assert not many
+    assert len(rows) == 1
+
+
+def test_list_calls():
+    rows, many = split_(prompt=["a", "b"], sampling_params=[{"top_k": 1}, None], rid="x", priority=4)
+    assert many
+    assert [r.prompt for r in rows] == ["a", "b"]
+    assert [r.sampling_params for r in rows] == [{"top_k": 1}, None]
+    assert [r.rid for r in rows] == ["x_0", "x_1"]
+    assert [r.priority for r in rows] == [4, 4]
+    rows, many = split_(input_ids=[[1], [], 5, np.array([2])])
+    assert many
+    assert [rows[0].input_ids, rows[1].input_ids, rows[2].input_ids] == [[1], [], 5]
+    assert len(split_(input_ids=np.ones((3, 2), np.int32))[0]) == 3
+    assert split_(prompt=[]) == ([], True)
+
+
+def test_a_list_of_another_length_is_refused():
+    with pytest.raises(RequestError, match="sampling_params has 1 entries for 2 requests"):
+        split_(prompt=["a", "b"], sampling_params=[{}])
+    with pytest.raises(RequestError, match="input_ids has 1 entries for 2 requests"):
+        split_(prompt=["a", "b"], input_ids=[[1]])
