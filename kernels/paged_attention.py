@@ -7,6 +7,7 @@ time grows with the longest context that is possible, only with the longest that
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -35,6 +36,7 @@ class _Running(NamedTuple):
         return self.out / jnp.where(self.total > 0, self.total, 1.0)[..., None]
 
 
+@functools.partial(jax.jit, static_argnames=("page_size", "scale", "kv_block"))  # traced once for all layers
 def decode_attention(
     q: jax.Array,
     keys: jax.Array,
@@ -43,8 +45,9 @@ def decode_attention(
     seq_lens: jax.Array,
     *,
     page_size: int,
-    first_loc: int,
+    first_loc: int | jax.Array,
     scale: float,
+    kv_block: int = KV_BLOCK,
 ) -> jax.Array:
     """One query token a row, over the first `seq_lens` positions of the row.
 
@@ -56,7 +59,7 @@ def decode_attention(
     rows, heads, dim = q.shape
     groups = keys.shape[1]
     grouped = q.reshape(rows, groups, heads // groups, dim)  # [B, Hkv, G, D]
-    block, width = _block(page_size)
+    block, width = _block(page_size, kv_block)
 
     def body(i: jax.Array, running: _Running) -> _Running:
         locs, positions = _locations(page_table, i, block, page_size)  # [B, width], [width]
@@ -68,6 +71,7 @@ def decode_attention(
     return running.result().reshape(q.shape).astype(q.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("page_size", "scale", "kv_block"))
 def extend_attention(
     q: jax.Array,
     keys: jax.Array,
@@ -78,8 +82,9 @@ def extend_attention(
     extend_lens: jax.Array,
     *,
     page_size: int,
-    first_loc: int,
+    first_loc: int | jax.Array,
     scale: float,
+    kv_block: int = KV_BLOCK,
 ) -> jax.Array:
     """Causal attention of the last `extend_lens` positions of each row over all before them and themselves.
 
@@ -95,7 +100,7 @@ def extend_attention(
     groups = keys.shape[1]
     q_block = min(Q_BLOCK, tokens)
     grouped = jnp.pad(q.reshape(tokens, groups, heads // groups, dim), ((0, q_block), (0, 0), (0, 0), (0, 0)))
-    block, width = _block(page_size)
+    block, width = _block(page_size, kv_block)
     blocks = (extend_lens + q_block - 1) // q_block  # query blocks of each row
     ends = jnp.cumsum(blocks)
 
@@ -152,9 +157,9 @@ def _attend(
     return _Running(running.out * shrink[..., None] + out, peak, running.total * shrink + weights.sum(-1))
 
 
-def _block(page_size: int) -> tuple[int, int]:
+def _block(page_size: int, kv_block: int) -> tuple[int, int]:
     """Pages and tokens of one block of KV."""
-    pages = max(1, KV_BLOCK // page_size)
+    pages = max(1, kv_block // page_size)
     return pages, pages * page_size
 
 
