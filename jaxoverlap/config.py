@@ -16,6 +16,11 @@ from typing import Any, Literal
 
 ENV_PREFIX = "JAXOVERLAP_"
 OTHER_VARIABLES = {"JAXOVERLAP_CACHE_DIR"}  # read elsewhere (paths.py)
+POSITIVE = (
+    *("context_length", "max_running_requests", "max_total_tokens", "page_size", "max_prefill_tokens"),
+    *("stream_interval", "new_token_ratio_decay_steps", "retract_decode_steps", "dp_size"),
+    *("clip_max_new_tokens", "speculative_eagle_topk"),
+)
 SchedulePolicy = Literal["fcfs", "lpm", "lof", "dfs-weight", "random"]
 
 
@@ -81,9 +86,7 @@ class EngineConfig:
         hints = typing.get_type_hints(type(self))
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _checked(f.name, getattr(self, f.name), hints[f.name]))
-        positive = ("context_length", "max_running_requests", "max_total_tokens", "page_size", "max_prefill_tokens")
-        positive += ("stream_interval", "new_token_ratio_decay_steps", "retract_decode_steps", "dp_size")
-        for name in (*positive, "clip_max_new_tokens", "speculative_eagle_topk"):
+        for name in POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")

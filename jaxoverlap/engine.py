@@ -89,11 +89,6 @@ class Engine:
             eos_token_ids=tuple(model.config.eos_token_ids),
             priorities=config.enable_priority_scheduling,
         )
-        if limits.max_prompt_len < 1:
-            raise ValueError(
-                f"context_length {limits.context_length} and max_total_tokens {limits.max_total_tokens} leave no room "
-                "for a prompt: both must be at least 8"
-            )
         self._factory = RequestFactory(limits, self.tokenizer, config.random_seed)
         self._intake = threading.Lock()  # requests get their ids and seeds in order
         self._loop = Loop(self._scheduler, Driver(runner))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.core import Launch, Request, StepResult
+from jaxoverlap.core import Launch, Request, StepResult, Wait
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler import Scheduler
 
@@ -87,7 +87,7 @@ def turn(s: Scheduler, number: int) -> tuple[float, Launch | None]:
             answer = None
             if isinstance(asked, Launch):
                 seconds, launch = time.perf_counter() - begin, asked
-            else:
+            elif isinstance(asked, Wait):
                 answer = StepResult(np.full(len(asked.launch.requests), number % VOCAB, np.int32))
     except StopIteration:
         s.outputs.clear()

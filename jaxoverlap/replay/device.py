@@ -7,6 +7,7 @@ slots and locations of one state. Plain and speculative scenarios have a runner 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,10 +66,9 @@ class ReplayDevice:
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compiles all programs of all runners; from then on none compiles. `progress` as in JaxRunner.warm_up."""
-        report = progress or (lambda done, total, name: None)
         total, before = sum(len(r.programs) for r in self._runners.values()), 0
         for runner in self._runners.values():
-            runner.warm_up(lambda done, _, name, before=before: report(before + done, total, name))
+            runner.warm_up(None if progress is None else functools.partial(_shifted, progress, before, total))
             before += len(runner.programs)
 
     @property
@@ -141,6 +141,10 @@ class RankRunner:
         )
         flat = np.stack([w.reshape(-1) for w in writes]).astype(np.int32)
         return dataclasses.replace(launch, slots=launch.slots + np.int32(self.first_slot), page_writes=flat)
+
+
+def _shifted(progress: Progress, before: int, total: int, done: int, _: int, name: str) -> None:
+    progress(before + done, total, name)
 
 
 def pool_tokens(config: EngineConfig) -> int:

@@ -31,11 +31,11 @@ def find_finish(s: Scheduler, r: Request, new_tokens: int) -> Finish | None:
     """
     outputs = r.output_ids
     n, cap = len(outputs), r.max_new_tokens
-    if r.to_finish is not None:
-        return Finish(r.to_finish, min(n, cap))
-    if n < cap and r.grammar is not None and r.grammar.is_terminated():
+    if r.to_finish is None and n < cap and r.grammar is not None and r.grammar.is_terminated():
         return Finish(FinishReason("stop", matched=int(outputs[-1])), n)
     stop = find_stop(s, r, outputs[:cap], n - new_tokens)
+    if r.to_finish is not None:
+        return Finish(r.to_finish, min(n, cap), None if stop is None else stop.length)
     if n >= cap and (stop is None or s.config.finish_order == "sglang"):
         return Finish(FinishReason("length", length=cap), cap, None if stop is None else stop.length)
     return stop

@@ -18,14 +18,14 @@ TOKENS = st.integers(100, 900)
 @st.composite
 def configs(draw):
     page = draw(st.sampled_from([1, 1, 2, 4, 16]))
-    pool = -(-draw(st.integers(24, 100)) // page) * page
+    drafts = draw(st.sampled_from([0, 0, 0, 3]))
+    pool = -(-draw(st.integers(36 if drafts else 24, 100)) // page) * page
     chunk = draw(st.sampled_from([-1, 4, 8, 16]))
     if chunk > 0:
         chunk = -(-chunk // page) * page
-    drafts = draw(st.sampled_from([0, 0, 0, 3]))
     return {
         "page_size": page,
-        "max_total_tokens": max(pool, 3 * page),
+        "max_total_tokens": max(pool, 5 * page if drafts else 3 * page),
         "max_running_requests": draw(st.integers(1, 5)),
         "chunked_prefill_size": chunk,
         "max_prefill_tokens": draw(st.sampled_from([15, 32, 16384])),
@@ -68,6 +68,11 @@ class RandomLoads(RuleBasedStateMachine):
     def submit(self, own, shared, max_new_tokens, ignore_eos, priority, eos_at, stop):
         rid = f"r{len(self.both[0].requests)}-"
         prompt = (self.shared[:shared] + own)[: self.both[0].scheduler.max_prompt_len]
+        config = self.both[0].config
+        if config.verify_reserve:  # SGLang's cap leaves no room for it: a request alone may run out of pages
+            room = config.max_total_tokens - 2 * config.verify_reserve - 3 * config.page_size
+            prompt = prompt[: max(1, room - 1)]
+            max_new_tokens = max(1, min(max_new_tokens, room - len(prompt)))
         for h in self.both:
             if eos_at is not None:
                 h.scripts[rid] = {eos_at: 2}
