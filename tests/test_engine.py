@@ -492,7 +492,7 @@ def test_settings_are_refused_before_anything_starts(monkeypatch):
 
 
 def test_no_room_for_a_prompt():
-    with pytest.raises(ValueError, match="no room for a prompt"):
+    with pytest.raises(ValueError, match="max_total_tokens 7 and context_length 128"):
         host_engine(max_total_tokens=7)
 
 

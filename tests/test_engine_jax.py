@@ -159,7 +159,7 @@ def test_h3_recycle_in_flight(runner, loop):
         check_all_back(engine)
 
 
-@pytest.mark.parametrize(("budget", "chunk"), [(16, 32), (32, 16), (20, -1), (20, 64)])
+@pytest.mark.parametrize(("budget", "chunk"), [(16, 32), (32, 16), (20, -1)])
 def test_h14_bucket_budget(budget, chunk):
     config = {"max_prefill_tokens": budget, "chunked_prefill_size": chunk, "max_running_requests": 2}
     runner = make_runner(**config)
