@@ -11,14 +11,15 @@ import dataclasses
 import threading
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxoverlap.calls import Call, Ticket, refusal
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import RequestError, Runner
+from jaxoverlap.device.buckets import fit_chunk
 from jaxoverlap.detokenizer import Detokenizer, byte_tokens
 from jaxoverlap.driver import Driver
-from jaxoverlap.loading import load
+from jaxoverlap.loading import OwnedRunner, ServedModel, load
 from jaxoverlap.loop import EngineError, Loop
 from jaxoverlap.progress import Report
 from jaxoverlap.requests import Limits, RequestFactory, RequestInput, split
@@ -27,10 +28,6 @@ from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.stream import Stream, raise_refused
 from jaxoverlap.trace.events import Trace
 from jaxoverlap.trace.recorder import Recorder
-
-if TYPE_CHECKING:
-    from jaxoverlap.device.runner import JaxRunner
-    from jaxoverlap.models.registry import LoadedModel
 
 __all__ = ["Engine", "EngineError"]
 
@@ -59,14 +56,14 @@ class Engine:
         return engine
 
     @classmethod
-    def from_parts(cls, config: EngineConfig, model: LoadedModel, runner: Runner, max_total_tokens: int) -> Engine:
+    def from_parts(cls, config: EngineConfig, model: ServedModel, runner: Runner, max_total_tokens: int) -> Engine:
         """An engine over a loaded model and a runner with a pool of that many tokens, which stay the caller's. Engines
         may share a runner if only one at a time has requests and it flushes its cache before it takes over."""
         engine = cls.__new__(cls)
         engine._set_up(config, model, runner, max_total_tokens)
         return engine
 
-    def _set_up(self, config: EngineConfig, model: LoadedModel, runner: Runner, max_total_tokens: int) -> None:
+    def _set_up(self, config: EngineConfig, model: ServedModel, runner: Runner, max_total_tokens: int) -> None:
         self.config = config
         self.model = model
         self.runner = runner
@@ -92,9 +89,10 @@ class Engine:
         self._factory = RequestFactory(limits, self.tokenizer, config.random_seed)
         self._intake = threading.Lock()  # requests get their ids and seeds in order
         self._loop = Loop(self._scheduler, Driver(runner))
-        self._owned_runner: JaxRunner | None = None
+        self._owned_runner: OwnedRunner | None = None
 
     def _load(self, config: EngineConfig, progress: Report | None) -> None:
+        config = fit_chunk(config)
         model, runner, max_total_tokens = load(config, progress)
         self._set_up(config, model, runner, max_total_tokens)
         self._owned_runner = runner
@@ -204,6 +202,9 @@ class Engine:
 
     @property
     def device_name(self) -> str:
+        name: str | None = getattr(self.runner, "device_name", None)
+        if name is not None:
+            return name
         import jax
 
         return str(jax.devices()[0].device_kind)

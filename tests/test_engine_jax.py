@@ -159,20 +159,24 @@ def test_h3_recycle_in_flight(runner, loop):
         check_all_back(engine)
 
 
-@pytest.mark.parametrize(("budget", "chunk"), [(16, 32), (32, 16), (20, -1)])
-def test_h14_bucket_budget(budget, chunk):
+H14_LENGTHS = (1, 15, 16, 17, 20, 31, 32, 33, 40)
+
+
+@pytest.mark.parametrize(("budget", "chunk"), [(16, 32), (32, 16), (20, 64), (20, -1)])
+def test_h14_bucket_budget(budget, chunk, caplog):
+    """A chunk above the budget is shortened, with a warning at start-up; without chunks a lone prompt may be as long as
+    the context."""
     config = {"max_prefill_tokens": budget, "chunked_prefill_size": chunk, "max_running_requests": 2}
-    runner = make_runner(**config)
-    assert chunk == -1 or max(b.tokens for b in runner.buckets.extend) <= chunk
-    prompts = [[3 + n] * n for n in (1, 15, 16, 17, 20, 31, 32, 33, 40)]
-    for loop in LOOPS:
-        engine = engine_on(runner, loop, **config)
+    engine = Engine("checksum", context_length=CONTEXT, max_total_tokens=TOTAL, **config)
+    assert ("max_prefill_tokens" in caplog.text) == (chunk > budget)
+    largest = max(b.tokens for b in engine.runner.buckets.extend)
+    assert largest == (CONTEXT if chunk == -1 else min(budget, chunk))
+    with engine:
+        prompts = [[3 + n] * n for n in H14_LENGTHS]
         for p in prompts:
             assert engine.generate(input_ids=p, sampling_params=params(3))["output_ids"] == oracle(p, 3)
         results = engine.generate(input_ids=prompts, sampling_params=params(3))
         assert [r["output_ids"] for r in results] == [oracle(p, 3) for p in prompts]
-        check_all_back(engine)
-    runner.shutdown()
 
 
 def mixed_requests(rng, count):

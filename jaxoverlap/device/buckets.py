@@ -8,11 +8,14 @@ bucket has the rows of the smallest decode bucket that holds one row a token. Im
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from bisect import bisect_left
 from dataclasses import dataclass
 
 from jaxoverlap.config import EngineConfig
 
+logger = logging.getLogger(__name__)
 _SMALLEST_EXTEND = 8
 _EXTEND_RATIO = 4
 
@@ -76,6 +79,21 @@ def extend_tokens(largest: int) -> tuple[int, ...]:
     while sizes[-1] > _SMALLEST_EXTEND * 2:
         sizes.append(-(-sizes[-1] // _EXTEND_RATIO))
     return tuple(reversed(sizes))
+
+
+def fit_chunk(config: EngineConfig) -> EngineConfig:
+    """`config` with chunks no longer than `max_prefill_tokens`, and a warning where that shortens them: otherwise the
+    first prompt of a batch would launch a shape above the budget. Raises ValueError for a budget below a page."""
+    budget = config.max_prefill_tokens // config.page_size * config.page_size
+    if config.chunked_prefill_size <= budget:
+        return config
+    if budget == 0:
+        raise ValueError(f"max_prefill_tokens {config.max_prefill_tokens} is below page_size {config.page_size}")
+    logger.warning(
+        "chunked_prefill_size %d is above max_prefill_tokens %d: chunks of %d tokens are used",
+        *(config.chunked_prefill_size, config.max_prefill_tokens, budget),
+    )
+    return dataclasses.replace(config, chunked_prefill_size=budget)
 
 
 def largest_extend(config: EngineConfig, *, context_length: int, max_total_tokens: int) -> int:
