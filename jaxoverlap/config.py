@@ -21,7 +21,6 @@ POSITIVE = (
     *("stream_interval", "new_token_ratio_decay_steps", "retract_decode_steps", "dp_size"),
     *("clip_max_new_tokens", "speculative_eagle_topk"),
 )
-SchedulePolicy = Literal["fcfs", "lpm", "lof", "dfs-weight", "random"]
 
 
 def setting(default: Any, about: str, flag: bool = True) -> Any:
@@ -33,7 +32,16 @@ def setting(default: Any, about: str, flag: bool = True) -> Any:
 class EngineConfig:
     """Raises ValueError naming the field and its limit. Lengths and totals are in tokens."""
 
-    model_path: str = setting("smollm2-135m", "demo model name, 'checksum', or a Hugging Face directory")
+    model_path: str = setting(
+        "auto",
+        "demo model name, 'checksum', or a Hugging Face directory; auto: smollm2-135m, simulated devices checksum",
+    )
+    device: Literal["auto", "simulated"] = setting(
+        "auto", "auto: JAX's default; simulated: no model, steps of a set time, tokens of the checksum rule"
+    )
+    step_ms: float | None = setting(None, "time of a simulated decode step [8]")
+    prefill_step_ms: float | None = setting(None, "time of a simulated prefill step [step_ms]")
+    step_jitter: float | None = setting(None, "simulated steps vary by up to this share, evenly [0]")
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "compute and KV dtype; auto: float32 on CPU, else the checkpoint's"
     )
@@ -44,7 +52,9 @@ class EngineConfig:
     page_size: int = setting(1, "tokens in a KV page")
     chunked_prefill_size: int = setting(512, "longest prefill in one step; -1: no chunking")
     max_prefill_tokens: int = setting(16384, "prompt tokens admitted to one prefill batch")
-    schedule_policy: SchedulePolicy = setting("fcfs", "order of the waiting queue")
+    schedule_policy: Literal["fcfs", "lpm", "lof", "dfs-weight", "random"] = setting(
+        "fcfs", "order of the waiting queue"
+    )
     schedule_conservativeness: float = setting(1.0, "scales the share of output tokens reserved at admission")
     enable_mixed_chunk: bool = setting(False, "decode rows join prefill batches")
     disable_radix_cache: bool = setting(False, "no prefix reuse")
@@ -86,6 +96,7 @@ class EngineConfig:
         hints = typing.get_type_hints(type(self))
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _checked(f.name, getattr(self, f.name), hints[f.name]))
+        self._check_device()
         for name in POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -115,6 +126,30 @@ class EngineConfig:
             raise ValueError(f"random_seed must be at least 0 and below 2**32, not {self.random_seed}")
         if self.speculative_eagle_topk != 1:
             raise ValueError(f"speculative_eagle_topk must be 1 (chains), not {self.speculative_eagle_topk}")
+
+    def _check_device(self) -> None:
+        """Also settles model_path "auto"."""
+        simulated = self.device == "simulated"
+        if self.model_path == "auto":
+            object.__setattr__(self, "model_path", "checksum" if simulated else "smollm2-135m")
+        for name in ("step_ms", "prefill_step_ms", "step_jitter"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not simulated:
+                raise ValueError(f"{name} needs device simulated")
+            if not 0 <= value < (1 if name == "step_jitter" else float("inf")):
+                raise ValueError(
+                    f"{name} must be at least 0 and {'below 1' if name == 'step_jitter' else 'finite'}, not {value}"
+                )
+        if not simulated:
+            return
+        if self.model_path != "checksum":
+            raise ValueError(f"device simulated runs no model: model_path must be checksum, not {self.model_path!r}")
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        for name in ("dtype", "mem_fraction_static", "kernels", "poison_future_map"):
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(f"{name} means nothing on device simulated: leave it at {defaults[name]}")
 
     @property
     def verify_reserve(self) -> int:

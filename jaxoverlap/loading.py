@@ -3,22 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from jaxoverlap.config import EngineConfig
+from jaxoverlap.core import Runner
 from jaxoverlap.paths import cache_dir
 from jaxoverlap.progress import Report, silent
-
-if TYPE_CHECKING:
-    from jaxoverlap.device.runner import JaxRunner
-    from jaxoverlap.models.registry import LoadedModel
+from jaxoverlap.tokenizer import Tokenizer
 
 
-def load(config: EngineConfig, progress: Report | None = None) -> tuple[LoadedModel, JaxRunner, int]:
+class ServedModel(Protocol):
+    """What an engine reads of a model: models.registry.LoadedModel, or the simulated device's."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def config(self) -> Any:
+        """With `vocab_size` and `eos_token_ids`."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]: ...
+
+
+class OwnedRunner(Runner, Protocol):
+    def shutdown(self) -> None:
+        """Gives the device's memory back."""
+
+
+def load(config: EngineConfig, progress: Report | None = None) -> tuple[ServedModel, OwnedRunner, int]:
     """(model, runner, KV pool in tokens). Compiles every program unless `skip_warmup`, through the persistent cache
-    in `compiled/` of the cache folder."""
+    in `compiled/` of the cache folder. A simulated device needs neither jax nor a model."""
     check_supported(config)
     report = progress or silent
+    if config.device == "simulated":
+        from jaxoverlap.device.simulated import simulate
+
+        return simulate(config)
 
     from jaxoverlap.device.compile_cache import enable_compilation_cache
     from jaxoverlap.device.pool import default_max_total_tokens
