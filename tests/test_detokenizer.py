@@ -136,7 +136,7 @@ def test_byte_ids():
     assert byte_tokens(BYTES.backend.token_to_id) == frozenset()
 
 
-# bugs.md H20 and H6 with the demo model's tokenizer, through an engine over a scripted device
+# tests/README.md H20 and H6 with the demo model's tokenizer, through an engine over a scripted device
 
 
 @pytest.fixture(scope="module")

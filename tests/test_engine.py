@@ -221,7 +221,7 @@ def test_threads_that_stream_abort_and_generate(engine):
     check_all_back(engine)
 
 
-# bugs.md H19
+# tests/README.md H19
 
 
 def test_h19_closing_a_stream_ends_its_request():

@@ -100,7 +100,7 @@ LENGTHS = {64: (8, 44)}  # prompt and output, by pool; outputs that outgrow the 
 
 
 def test_random_loads(runner):
-    """bugs.md H1 (c) and H3 among them: many prefills beside few slots, slots and pages reused at once."""
+    """tests/README.md H1 (c) and H3 among them: many prefills beside few slots, slots and pages reused at once."""
     retracted = aborted = 0
     for seed in range(100):
         settings = {"chunked_prefill_size": 32, "page_size": runner.page_size, **SETTINGS[seed % len(SETTINGS)]}

@@ -1,4 +1,4 @@
-"""When a request ends, for every way of cutting its outputs into steps (bugs.md H5, H6 in spirit of exact runs).
+"""When a request ends, for every way of cutting its outputs into steps (tests/README.md H5, H6).
 
 A scripted device commits given tokens in runs of given lengths, as accepted runs of speculation do.
 """

@@ -1,4 +1,4 @@
-"""Random loads over every policy, pool and page size (bugs.md H1-H3), as a state machine: both loops are given the same
+"""Random loads over every policy, pool and page size (tests/README.md H1-H3), as a state machine: both loops are given the same
 operations, and the books are audited after every turn.
 
 Every request that nobody aborts must end, with the same tokens in both loops and as the oracle says.
