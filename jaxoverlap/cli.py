@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import io
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ COMMANDS = (
     "jaxoverlap.commands.generate",
     "jaxoverlap.compare.command",
     "jaxoverlap.replay.command",
+    "jaxoverlap.aot.command",
     "jaxoverlap.bench.command",
     "jaxoverlap.commands.env",
 )
@@ -38,8 +40,13 @@ class UsageError(ValueError):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; a user's mistake is one line on stderr, not a traceback."""
+    _prepare_streams()
     parser = make_parser()
     args = parser.parse_args(argv)
+    try:
+        EngineConfig.check_environment()
+    except ValueError as e:
+        return _failed(f"{args.parser.prog}: error: {e}", 2)
     try:
         return args.run(args)
     except UsageError as e:
@@ -52,6 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except _expected_errors() as e:
         return _failed(f"{args.parser.prog}: error: {e}", 1)
+
+
+def _prepare_streams() -> None:
+    """A closed stdout swallows what is printed; a character that the terminal does not have becomes a `?`."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -104,8 +119,16 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 def check_json_flag(args: argparse.Namespace) -> None:
     """Raises UsageError, before anything is measured, for a file that could not be written."""
     path = getattr(args, "json", "-")
-    if path != "-" and not Path(path).absolute().parent.is_dir():
-        raise UsageError(f"--json: folder {str(Path(path).parent)!r} does not exist")
+    if path != "-":
+        check_output_file("--json", path)
+
+
+def check_output_file(flag: str, path: str) -> None:
+    """Raises UsageError for a path that cannot become a file."""
+    if not path or Path(path).is_dir():
+        raise UsageError(f"{flag}: {path!r} is no file name")
+    if not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"{flag}: folder {str(Path(path).parent)!r} does not exist")
 
 
 def write_json(args: argparse.Namespace, data: Any) -> None:

@@ -7,6 +7,8 @@ then the default here. Imports no jax.
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 import os
 import types
 import typing
@@ -16,6 +18,12 @@ from typing import Any, Literal
 
 ENV_PREFIX = "JAXOVERLAP_"
 OTHER_VARIABLES = {"JAXOVERLAP_CACHE_DIR"}  # read elsewhere (paths.py)
+NEED_PRIORITIES = (
+    "schedule_low_priority_values_first",
+    "priority_scheduling_preemption_threshold",
+    "disable_priority_preemption",
+)
+INT32_MAX = (1 << 31) - 1
 POSITIVE = (
     *("context_length", "max_running_requests", "max_total_tokens", "page_size", "max_prefill_tokens"),
     *("stream_interval", "new_token_ratio_decay_steps", "retract_decode_steps", "dp_size"),
@@ -116,6 +124,7 @@ class EngineConfig:
             raise ValueError(
                 f"max_total_tokens {self.max_total_tokens} must be a multiple of page_size {self.page_size}"
             )
+        self._check_priorities()
         if self.enable_mixed_chunk and self.chunked_prefill_size == -1:
             raise ValueError("enable_mixed_chunk needs chunked_prefill_size")
         if self.enable_mixed_chunk and self.speculative_num_draft_tokens:
@@ -151,11 +160,27 @@ class EngineConfig:
             if getattr(self, name) != defaults[name]:
                 raise ValueError(f"{name} means nothing on device simulated: leave it at {defaults[name]}")
 
+    def _check_priorities(self) -> None:
+        if self.enable_priority_scheduling:
+            if self.schedule_policy not in ("fcfs", "lof"):
+                raise ValueError(
+                    f"enable_priority_scheduling goes with schedule_policy fcfs or lof, not {self.schedule_policy}"
+                )
+            return
+        for f in dataclasses.fields(self):
+            if f.name in NEED_PRIORITIES and getattr(self, f.name) != f.default:
+                raise ValueError(f"{f.name} needs enable_priority_scheduling")
+
     @property
     def verify_reserve(self) -> int:
         """Places that a verify step keeps behind a row's committed tokens, 0 without speculation: SGLang's twice the
         drafts, for the result in flight may have accepted as many."""
         return 2 * max(self.speculative_num_steps, self.speculative_num_draft_tokens)
+
+    @classmethod
+    def check_environment(cls, environ: Mapping[str, str] | None = None) -> None:
+        """Raises ValueError naming a variable of ours that is no setting, or its value if it is none for it."""
+        cls.from_sources({}, environ)
 
     @classmethod
     def from_sources(
@@ -217,8 +242,17 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         if value not in typing.get_args(hint):
             raise ValueError(f"{name} must be one of {', '.join(typing.get_args(hint))}, not {value!r}")
         return value
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+    if hint is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number")
+    if hint is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value = int(value)
+        if abs(value) > INT32_MAX and name != "random_seed":
+            raise ValueError(f"{name} must be at most {INT32_MAX}, not {value}")
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
         raise ValueError(f"{name} must be a {hint.__name__}, not {value!r}")
     return value

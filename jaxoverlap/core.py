@@ -221,11 +221,13 @@ class StepResult:
 
 
 class Output(NamedTuple):
-    """What the scheduler tells the caller of a request: its first `completion_tokens` tokens stand."""
+    """What the scheduler tells the caller of a request: its first `completion_tokens` tokens stand. `last` is the last
+    of them where the scheduler had it at hand."""
 
     request: Request
     completion_tokens: int
     finished: bool
+    last: int | None = None
 
 
 # A turn of the loop yields one of these and is answered by a driver; see scheduler/loops.py.

@@ -16,8 +16,8 @@ from typing import Any
 from jaxoverlap.calls import Call, Ticket, refusal
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import RequestError, Runner
-from jaxoverlap.device.buckets import fit_chunk
 from jaxoverlap.detokenizer import Detokenizer, byte_tokens
+from jaxoverlap.device.buckets import fit_chunk
 from jaxoverlap.driver import Driver
 from jaxoverlap.loading import OwnedRunner, ServedModel, load
 from jaxoverlap.loop import EngineError, Loop
@@ -27,7 +27,7 @@ from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.stream import Stream, raise_refused
 from jaxoverlap.trace.events import Trace
-from jaxoverlap.trace.recorder import Recorder
+from jaxoverlap.trace.recorder import Annotator, Recorder
 
 __all__ = ["Engine", "EngineError"]
 
@@ -141,8 +141,8 @@ class Engine:
             raise RequestError("messages need a tokenizer with a chat template and this model has none")
         try:
             ids = self.tokenizer.encode_chat(messages)
-        except ValueError as e:
-            raise RequestError(f"messages: {e}") from None
+        except (ValueError, TypeError, AttributeError) as e:
+            raise RequestError(f"messages must be dicts with strings 'role' and 'content': {e}") from None
         return self.generate(input_ids=ids, sampling_params=sampling_params, **more)
 
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
@@ -165,6 +165,7 @@ class Engine:
         self._loop.is_paused = True
 
     def continue_generation(self) -> None:
+        self._loop.check_alive()
         self._loop.is_paused = False
         self._loop.operate(self._scheduler.resume)
 
@@ -210,19 +211,24 @@ class Engine:
         return str(jax.devices()[0].device_kind)
 
     @contextlib.contextmanager
-    def trace(self) -> Iterator[Trace]:
-        """Records every turn inside the `with`; the Trace that it yields is filled when the block ends."""
+    def trace(self, *, annotations: bool = False) -> Iterator[Trace]:
+        """Records every turn inside the `with`; the Trace that it yields is filled when the block ends. `annotations`
+        also names the parts of each turn, as SGLang does, in a trace that jax.profiler takes meanwhile."""
         trace = Trace()
-        recorder = Recorder(self.runner, getattr(self.runner, "block", self.runner.wait))
+        if annotations:
+            import jax.profiler
+
+            recorder: Recorder = Annotator(self.runner, jax.profiler.TraceAnnotation)
+        else:
+            recorder = Recorder(self.runner)
         plain = self._loop.driver
-        recorder.start()
-        self._loop.driver = recorder
+        self._loop.driver = self._scheduler.watch = recorder
         try:
             yield trace
             self.wait_idle()
         finally:
-            self._loop.driver = plain
-            done = recorder.stop()
+            self._loop.driver, self._scheduler.watch = plain, None
+            done = recorder.trace()
             trace.host, trace.device = done.host, done.device
 
     def shutdown(self) -> None:

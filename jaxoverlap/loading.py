@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any, Protocol
 
 from jaxoverlap.config import EngineConfig
@@ -47,11 +48,13 @@ def load(config: EngineConfig, progress: Report | None = None) -> tuple[ServedMo
 
         return simulate(config)
 
+    from jaxoverlap.device import advice
     from jaxoverlap.device.compile_cache import enable_compilation_cache
     from jaxoverlap.device.pool import default_max_total_tokens
     from jaxoverlap.device.runner import JaxRunner
     from jaxoverlap.models import registry
 
+    advice.warn(os.environ)
     enable_compilation_cache(cache_dir() / "compiled")
     model = registry.load(config, progress=report)
     total = config.max_total_tokens

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxoverlap.calls import Call, Ticket
 from jaxoverlap.driver import Driver
+from jaxoverlap.interrupts import HeldInterrupts
 from jaxoverlap.scheduler import Scheduler
 
+STILL_TURNS = 8  # a bubble takes one
 Done = Callable[[], bool]  # asked by the driver between turns, and by the others under the lock
 
 
@@ -35,6 +37,7 @@ class Loop:
         self._waiters: dict[threading.Condition, Done] = {}
         self._driver_thread: int | None = None  # who turns the loop
         self._in_turn = False
+        self._launches = self._still_turns = 0  # as of the last turn; turns since anything moved
         self._poked = False  # something came in that no turn has seen
 
     def submit(self, call: Call, tickets: Mapping[str, Ticket]) -> None:
@@ -67,8 +70,9 @@ class Loop:
                     self.check_alive()
                     del self._waiters[waiter]
                     self._driver_thread = me
-                while not (done() or self._is_asleep):
-                    self._turn()
+                with HeldInterrupts() as interrupts:
+                    while not (done() or self._is_asleep or interrupts.pending):
+                        self._turn()
             finally:
                 with self.lock:
                     self._waiters.pop(waiter, None)
@@ -144,8 +148,7 @@ class Loop:
         try:
             with self.lock:
                 self.check_alive()
-                if self.tickets and self.scheduler.is_idle:
-                    raise RuntimeError(f"request {next(iter(self.tickets))!r} was lost")
+                self._check_progress()
                 self._in_turn, self._poked = True, False
             self.driver.turn(self.scheduler.turn())
             begin = time.perf_counter()
@@ -165,17 +168,34 @@ class Loop:
                 self.check_alive()
             raise
 
+    def _check_progress(self) -> None:
+        """Raises RuntimeError where turns would go on for ever: a fault of the scheduler, better told than spun on."""
+        s = self.scheduler
+        if self.tickets and s.is_idle:
+            raise RuntimeError(f"request {next(iter(self.tickets))!r} was lost")
+        moved = s.counters.launches != self._launches or s.result_queue or s.inbox or s.is_paused or s.grammars.pending
+        self._launches = s.counters.launches
+        self._still_turns = 0 if moved else self._still_turns + 1
+        if self._still_turns > STILL_TURNS and s.has_work:
+            raise RuntimeError(f"{len(s.waiting)} requests wait and none is admitted, with nothing in flight")
+
     def _deliver(self) -> bool:
-        outputs = self.scheduler.outputs
-        told = bool(outputs)
-        while outputs:
-            output = outputs.popleft()
-            ticket = self.tickets[output.request.rid]
-            ticket.deliver(output.completion_tokens, output.finished)
-            if output.finished:
-                del self.tickets[output.request.rid]
-            ticket.call.note(ticket)
-        return told
+        outputs, tickets = self.scheduler.outputs, self.tickets
+        if not outputs:
+            return False
+        for request, completion_tokens, finished, last in outputs:
+            ticket = tickets[request.rid]
+            ids = ticket.output_ids
+            if last is not None and len(ids) == completion_tokens - 1 and not request.return_logprob:
+                ids.append(last)  # one more token, as nearly always
+            else:
+                ticket.deliver(completion_tokens, finished)
+                if finished:
+                    del tickets[request.rid]
+            if finished or not ticket.is_news:
+                ticket.call.note(ticket)
+        outputs.clear()
+        return True
 
     def _submit_aborts(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:

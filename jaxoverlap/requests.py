@@ -58,7 +58,7 @@ class RequestFactory:
         params = self._params(given.sampling_params)
         rid = _rid(given.rid, live)
         for name in ("stream", "return_logprob"):
-            if not isinstance(getattr(given, name), bool):
+            if not isinstance(getattr(given, name), (bool, np.bool_)):
                 raise RequestError(f"{name} must be a bool, not {type(getattr(given, name)).__name__}")
         self._check_priority(given.priority)
         ids = self._prompt(given)
@@ -85,7 +85,7 @@ class RequestFactory:
             raise RequestError(f"sampling_params must be a dict or SamplingParams, not {type(given).__name__}")
         try:
             params = SamplingParams.from_dict(given) if isinstance(given, dict) else given
-        except (TypeError, ValueError) as e:
+        except (TypeError, ValueError, OverflowError) as e:
             raise RequestError(f"sampling_params: {e}") from None
         if params.grammar_key is not None:
             raise RequestError(
@@ -103,7 +103,7 @@ class RequestFactory:
     def _check_priority(self, priority: Any) -> None:
         if priority is None:
             return
-        if isinstance(priority, bool) or not isinstance(priority, int):
+        if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)):
             raise RequestError(f"priority must be an int, not {type(priority).__name__}")
         if not self._limits.priorities:
             raise RequestError("priority needs an engine with enable_priority_scheduling")
@@ -129,7 +129,10 @@ class RequestFactory:
             raise RequestError(f"prompt must be a string, not {type(prompt).__name__}")
         if self._tokenizer is None:
             raise RequestError("prompt needs a tokenizer and this model has none; give input_ids")
-        return self._tokenizer.encode(prompt)
+        try:
+            return self._tokenizer.encode(prompt)
+        except (TypeError, UnicodeError):
+            raise RequestError("prompt must be valid Unicode") from None
 
 
 def _rid(rid: Any, live: Container[str]) -> str:
@@ -150,7 +153,7 @@ def _check_ids(ids: Any, vocab_size: int) -> None:
         raise RequestError(f"input_ids must be a list of ints, not {type(ids).__name__}")
     else:
         for t in ids:
-            if isinstance(t, bool) or not isinstance(t, (int, np.integer)):
+            if isinstance(t, (bool, np.bool_)) or not isinstance(t, (int, np.integer)):
                 raise RequestError(f"input_ids must hold ints, not {type(t).__name__}")
     for t in (min(ids), max(ids)) if len(ids) else ():
         if not 0 <= t < vocab_size:

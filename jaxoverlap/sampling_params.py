@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass, fields
 from typing import Any
 
-TOP_K_ALL = 1 << 30  # SGLang's "whole vocabulary"
+import numpy as np
+
+INT32_MAX = (1 << 31) - 1
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+INTEGERS = (  # name, lowest, highest
+    ("max_new_tokens", 0, INT32_MAX),
+    ("top_k", -1, INT32_MAX),
+    ("stream_interval", 1, INT32_MAX),
+    ("sampling_seed", 0, (1 << 32) - 1),
+)
 GREEDY_TEMPERATURE = 1e-6  # SGLang: below this, greedy
 NOT_ENFORCED: dict[str, Any] = {
     "stop_regex": None,
@@ -59,35 +69,26 @@ class SamplingParams:
     sampling_seed: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        _strings("stop", self.stop)
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
-        if self.stop_token_ids is not None:
-            if not isinstance(self.stop_token_ids, (list, tuple)):
-                raise ValueError(f"stop_token_ids must be a list of ints, not {type(self.stop_token_ids).__name__}")
-            for t in self.stop_token_ids:
-                _integer("stop_token_ids", t, 0)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        if self.max_new_tokens is not None:
-            _integer("max_new_tokens", self.max_new_tokens, 0)
-        _number("temperature", self.temperature, 0.0, None)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _integer("top_k", self.top_k, -1)
+        self._keep("stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        ids = self.stop_token_ids
+        if ids is not None and not isinstance(ids, (list, tuple)):
+            raise ValueError(f"stop_token_ids must be a list of ints, not {type(ids).__name__}")
+        self._keep("stop_token_ids", tuple(_integer("stop_token_ids", t, 0) for t in ids or ()))
+        for name, low, high in INTEGERS:
+            if getattr(self, name) is not None:
+                self._keep(name, _integer(name, getattr(self, name), low, high))
+        self._keep("temperature", _number("temperature", self.temperature, 0.0, FLOAT32_MAX))
+        self._keep("top_p", _number("top_p", self.top_p, 0.0, 1.0, open_low=True))
+        self._keep("min_p", _number("min_p", self.min_p, 0.0, 1.0))
         if self.top_k == 0:
             raise ValueError("top_k must be -1 (off) or at least 1, not 0")
-        if self.stream_interval is not None:
-            _integer("stream_interval", self.stream_interval, 1)
-        if self.sampling_seed is not None:
-            _integer("sampling_seed", self.sampling_seed, 0)
-            if self.sampling_seed >= 1 << 32:
-                raise ValueError(f"sampling_seed must be below 2**32, not {self.sampling_seed}")
         for name in ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"):
-            if not isinstance(getattr(self, name), bool):
+            if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise ValueError(f"{name} must be a bool, not {type(getattr(self, name)).__name__}")
+            self._keep(name, bool(getattr(self, name)))
         for name, off in NOT_ENFORCED.items():
-            if getattr(self, name) != off:
+            value = getattr(self, name)
+            if value != off or isinstance(value, bool) != isinstance(off, bool):
                 raise ValueError(f"{name} is not supported yet: leave it at {off!r}")
         given = [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
         for name in given:
@@ -95,6 +96,9 @@ class SamplingParams:
                 raise ValueError(f"{name} must be a string, not {type(getattr(self, name)).__name__}")
         if len(given) > 1:
             raise ValueError(f"only one grammar at a time: {' and '.join(given)} were given")
+
+    def _keep(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     @classmethod
     def from_dict(cls, params: dict[str, Any]) -> SamplingParams:
@@ -110,33 +114,39 @@ class SamplingParams:
         """(kind, text) of the grammar asked for."""
         return next(((n, getattr(self, n)) for n in GRAMMAR_FIELDS if getattr(self, n) is not None), None)
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
-
-def _strings(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{name} must be a string or a list of strings, not {type(value).__name__}")
-    for s in value:
+def _strings(name: str, values: Any) -> tuple[str, ...]:
+    if values is not None and not isinstance(values, (list, tuple)):
+        raise ValueError(f"{name} must be a string or a list of strings, not {type(values).__name__}")
+    for s in values or ():
         if not isinstance(s, str):
             raise ValueError(f"{name} must hold strings, not {type(s).__name__}")
         if not s:
             raise ValueError(f"{name} must not hold an empty string")
+        try:
+            s.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name} must hold valid Unicode, not {s!r}") from None
+    return tuple(values or ())
 
 
-def _integer(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _integer(name: str, value: Any, low: int, high: int = INT32_MAX) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name} must be an int, not {type(value).__name__}")
-    if value < low:
-        raise ValueError(f"{name} must be at least {low}, not {value}")
+    number = int(value)
+    if not low <= number <= high:
+        raise ValueError(f"{name} must be at least {low} and at most {high}, not {number}")
+    return number
 
 
-def _number(name: str, value: Any, low: float, high: float | None, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, not {value!r}")
-    if value < low or (open_low and value == low) or (high is not None and value > high):
-        bounds = f"{'above' if open_low else 'at least'} {low}" + (f" and at most {high}" if high is not None else "")
-        raise ValueError(f"{name} must be {bounds}, not {value}")
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} must be a number, not {type(value).__name__}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not (low < number or (number == low and not open_low)) or not number <= high:
+        bounds = f"{'above' if open_low else 'at least'} {low} and at most {high:g}"
+        raise ValueError(f"{name} must be {bounds}, not {number}")
+    return number

@@ -9,20 +9,44 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import triton
 
 TRITON_DEPRECATED = "The Pallas Triton backend is deprecated"
 Implementation = Literal["pallas", "xla", "interpret"]
 
-# Ops with more than one implementation; every other op is plain XLA. On CPU "interpret" keeps the kernel's own code
-# in the path of every test, at the price of some microseconds a step.
+# Ops with more than one implementation; every other op is plain XLA. The scatter's "interpret" on CPU keeps a kernel's
+# own code in the path of every test, at the price of some microseconds a step.
 AUTO: dict[str, dict[str, Implementation]] = {
     "future_map_scatter": {"gpu": "pallas", "cuda": "pallas", "cpu": "interpret"},
     "future_map_gather": {"gpu": "pallas", "cuda": "pallas", "cpu": "xla"},
+    "kv_write": {"gpu": "pallas", "cuda": "pallas", "cpu": "xla"},
+    "decode_attention": {"gpu": "pallas", "cuda": "pallas", "cpu": "xla"},
+    "extend_attention": {"gpu": "pallas", "cuda": "pallas", "cpu": "xla"},
+    "sample": {"gpu": "pallas", "cuda": "pallas", "cpu": "xla"},
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The implementation of each op of AUTO."""
+
+    future_map_scatter: Implementation
+    future_map_gather: Implementation
+    kv_write: Implementation
+    decode_attention: Implementation
+    extend_attention: Implementation
+    sample: Implementation
+
+    @classmethod
+    def choose(cls, setting: str, platform: str) -> Kernels:
+        """Raises ValueError as `choose` does."""
+        return cls(**{op: choose(op, setting, platform) for op in AUTO})
 
 
 def choose(op: str, setting: str, platform: str) -> Implementation:
@@ -34,8 +58,6 @@ def choose(op: str, setting: str, platform: str) -> Implementation:
         raise ValueError(f"kernels must be one of auto, {', '.join(get_args(Implementation))}, not {setting!r}")
     if setting == "pallas" and platform not in ("gpu", "cuda"):
         raise ValueError(f"kernels='pallas' needs a CUDA device; on {platform} use 'interpret' or 'xla'")
-    if op not in AUTO:
-        return "xla"
     if setting == "auto":
         return AUTO[op].get(platform, "xla")
     return setting  # type: ignore[return-value]
@@ -50,6 +72,12 @@ def triton_params(num_warps: int, num_stages: int) -> Any:
     """Compiler parameters that send a `pallas_call` to the Triton backend, the one that updates in place on every
     supported jax; without them 0.10 lowers through Mosaic GPU."""
     return triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Inside a kernel: a [M, K] times b [K, N] in float32, and float32 operands as such (no TF32)."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 @contextlib.contextmanager

@@ -1,42 +1,24 @@
 """Attention over the paged KV cache: decode (one token a row) and extend (ragged prompts over a cached prefix).
 
-Position p of a row lies at `first_loc + page_table[row, p // page_size] * page_size + p % page_size`. Both loop over
-blocks of KV with a running softmax (Milakov and Gimelshein, arXiv:1805.02867) in float32, so that neither memory nor
-time grows with the longest context that is possible, only with the longest that is there.
+Position p of a row lies at `first_loc + page_table[row, p // page_size] * page_size + p % page_size`. What lies past a
+row's end may be anything, NaN included. Softmax and sums are float32.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxoverlap.kernels.backend import check_shape
+from jaxoverlap.kernels import paged_attention_pallas as pallas
+from jaxoverlap.kernels import paged_attention_xla as xla
+from jaxoverlap.kernels.backend import Implementation, check_implementation, check_shape
 
-KV_BLOCK = 128  # tokens of KV looked at in one turn of a loop (at least one page)
-Q_BLOCK = 16  # prompt tokens of one row handled together
-_MASKED = -1e30
-
-
-class _Running(NamedTuple):
-    """Softmax over the KV seen so far: scores below `peak` are exp(score - peak)."""
-
-    out: jax.Array  # f32 [..., D], sum of weighted values
-    peak: jax.Array  # f32 [...]
-    total: jax.Array  # f32 [...], sum of weights
-
-    @classmethod
-    def start(cls, shape: tuple[int, ...]) -> _Running:
-        return cls(jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], _MASKED), jnp.zeros(shape[:-1], jnp.float32))
-
-    def result(self) -> jax.Array:
-        return self.out / jnp.where(self.total > 0, self.total, 1.0)[..., None]
+_STATIC = ("page_size", "scale", "implementation", "kv_block", "splits")
 
 
-@functools.partial(jax.jit, static_argnames=("page_size", "scale", "kv_block"))  # traced once for all layers
+@functools.partial(jax.jit, static_argnames=_STATIC)  # traced once for all layers
 def decode_attention(
     q: jax.Array,
     keys: jax.Array,
@@ -47,31 +29,30 @@ def decode_attention(
     page_size: int,
     first_loc: int | jax.Array,
     scale: float,
-    kv_block: int = KV_BLOCK,
+    implementation: Implementation,
+    kv_block: int | None = None,
+    splits: int | None = None,
 ) -> jax.Array:
     """One query token a row, over the first `seq_lens` positions of the row.
 
     q [B, Hq, D], keys and values [N, Hkv, D] with Hq a multiple of Hkv, page_table int32 [B, P], seq_lens int32 [B] ->
-    [B, Hq, D] of q's dtype, zeros where a row's length is 0. Raises ValueError for other shapes.
+    [B, Hq, D] of q's dtype, zeros where a row's length is 0. `kv_block`: tokens of KV looked at together; `splits`:
+    parts of a row's KV that the Pallas kernel handles apart and then combines; both are chosen from the shapes when not
+    given. Raises ValueError for other shapes.
     """
+    check_implementation(implementation)
     check_shape("seq_lens", seq_lens, (q.shape[0],), jnp.int32)
     _check(q, keys, values, page_table, q.shape[0])
-    rows, heads, dim = q.shape
-    groups = keys.shape[1]
-    grouped = q.reshape(rows, groups, heads // groups, dim)  # [B, Hkv, G, D]
-    block, width = _block(page_size, kv_block)
-
-    def body(i: jax.Array, running: _Running) -> _Running:
-        locs, positions = _locations(page_table, i, block, page_size)  # [B, width], [width]
-        seen = positions[None] < seq_lens[:, None]  # [B, width]
-        return _attend(running, grouped, keys, values, locs + first_loc, seen[:, None, None], seen, scale, "b")
-
-    steps = (jnp.max(seq_lens, initial=0) + width - 1) // width
-    running = lax.fori_loop(0, steps, body, _Running.start(grouped.shape))
-    return running.result().reshape(q.shape).astype(q.dtype)
+    first = jnp.asarray(first_loc, jnp.int32)
+    args = (q, keys, values, page_table, seq_lens, first)
+    if implementation == "xla":
+        return xla.decode(*args, page_size=page_size, scale=scale, kv_block=kv_block or xla.KV_BLOCK)
+    interpret = implementation == "interpret"
+    where = {"page_size": page_size, "scale": scale, "kv_block": kv_block, "interpret": interpret}
+    return pallas.decode(*args, **where, splits=splits)
 
 
-@functools.partial(jax.jit, static_argnames=("page_size", "scale", "kv_block"))
+@functools.partial(jax.jit, static_argnames=_STATIC[:-1])
 def extend_attention(
     q: jax.Array,
     keys: jax.Array,
@@ -84,91 +65,27 @@ def extend_attention(
     page_size: int,
     first_loc: int | jax.Array,
     scale: float,
-    kv_block: int = KV_BLOCK,
+    implementation: Implementation,
+    kv_block: int | None = None,
 ) -> jax.Array:
     """Causal attention of the last `extend_lens` positions of each row over all before them and themselves.
 
     q [T, Hq, D]: row b owns tokens q_starts[b] .. q_starts[b] + extend_lens[b] - 1, at positions seq_lens[b] -
-    extend_lens[b] and up; tokens of no row come out as zeros. keys and values [N, Hkv, D], page_table int32 [B, P], the
-    others int32 [B]. -> [T, Hq, D] of q's dtype. Raises ValueError for other shapes.
+    extend_lens[b] and up. Rows lie one behind the other; the tokens behind them come out as zeros. keys and values
+    [N, Hkv, D], page_table int32 [B, P], the others int32 [B]. -> [T, Hq, D] of q's dtype. Raises ValueError for other
+    shapes.
     """
+    check_implementation(implementation)
     rows = page_table.shape[0]
     for name, array in (("seq_lens", seq_lens), ("q_starts", q_starts), ("extend_lens", extend_lens)):
         check_shape(name, array, (rows,), jnp.int32)
     _check(q, keys, values, page_table, rows)
-    tokens, heads, dim = q.shape
-    groups = keys.shape[1]
-    q_block = min(Q_BLOCK, tokens)
-    grouped = jnp.pad(q.reshape(tokens, groups, heads // groups, dim), ((0, q_block), (0, 0), (0, 0), (0, 0)))
-    block, width = _block(page_size, kv_block)
-    blocks = (extend_lens + q_block - 1) // q_block  # query blocks of each row
-    ends = jnp.cumsum(blocks)
-
-    def query_block(i: jax.Array, out: jax.Array) -> jax.Array:
-        row = jnp.sum(ends <= i)
-        offset = (i - ends[row] + blocks[row]) * q_block  # into the row's own tokens
-        first = q_starts[row] + offset
-        here = lax.dynamic_slice_in_dim(grouped, first, q_block)
-        query_positions = seq_lens[row] - extend_lens[row] + offset + jnp.arange(q_block)
-        table = lax.dynamic_slice_in_dim(page_table, row, 1)
-
-        def body(j: jax.Array, running: _Running) -> _Running:
-            locs, positions = _locations(table, j, block, page_size)
-            seen = positions[None] <= query_positions[:, None]  # [q_block, width]
-            there = positions < seq_lens[row]
-            mask = (seen & there)[:, None, None]
-            return _attend(running, here, keys, values, locs[0] + first_loc, mask, there, scale, "")
-
-        until = jnp.minimum(seq_lens[row], seq_lens[row] - extend_lens[row] + offset + q_block)
-        running = lax.fori_loop(0, (until + width - 1) // width, body, _Running.start(here.shape))
-        mine = offset + jnp.arange(q_block) < extend_lens[row]
-        old = lax.dynamic_slice_in_dim(out, first, q_block)
-        new = jnp.where(mine[:, None, None, None], running.result().astype(out.dtype), old)
-        return lax.dynamic_update_slice_in_dim(out, new, first, 0)
-
-    out = lax.fori_loop(0, ends[-1], query_block, jnp.zeros_like(grouped))
-    return out[:tokens].reshape(q.shape)
-
-
-def _attend(
-    running: _Running,
-    q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    locs: jax.Array,
-    mask: jax.Array,
-    there: jax.Array,
-    scale: float,
-    batch: str,
-) -> _Running:
-    """One block of KV. q [X, Hkv, G, D]; locs and there [width], or [X, width] with `batch` "b"; mask broadcasts to
-    [X, Hkv, G, width]. Memory past a row's end may hold anything, NaN included: it is zeroed, not only masked."""
-    k = keys.at[locs].get(mode="clip")
-    v = jnp.where(there[..., None, None], values.at[locs].get(mode="clip").astype(jnp.float32), 0.0)
-    precision = lax.Precision.HIGHEST
-    scores = jnp.einsum(
-        f"bhgd,{batch}khd->bhgk", q, k, precision=precision, preferred_element_type=jnp.float32
-    )  # [X, Hkv, G, width]
-    scores = jnp.where(mask, scores * scale, _MASKED)
-    peak = jnp.maximum(running.peak, scores.max(-1))
-    weights = jnp.where(mask, jnp.exp(scores - peak[..., None]), 0.0)
-    shrink = jnp.exp(running.peak - peak)
-    out = jnp.einsum(f"bhgk,{batch}khd->bhgd", weights, v, precision=precision, preferred_element_type=jnp.float32)
-    return _Running(running.out * shrink[..., None] + out, peak, running.total * shrink + weights.sum(-1))
-
-
-def _block(page_size: int, kv_block: int) -> tuple[int, int]:
-    """Pages and tokens of one block of KV."""
-    pages = max(1, kv_block // page_size)
-    return pages, pages * page_size
-
-
-def _locations(page_table: jax.Array, i: jax.Array, block: int, page_size: int) -> tuple[jax.Array, jax.Array]:
-    """Locations [B, width] and positions [width] of the i-th block; past the table's end, those of its last page."""
-    index = i * block + jnp.arange(block)
-    pages = page_table.at[:, index].get(mode="clip")  # [B, block]
-    locs = (pages[:, :, None] * page_size + jnp.arange(page_size)).reshape(page_table.shape[0], -1)
-    return locs, i * block * page_size + jnp.arange(block * page_size)
+    first = jnp.asarray(first_loc, jnp.int32)
+    args = (q, keys, values, page_table, seq_lens, q_starts, extend_lens, first)
+    if implementation == "xla":
+        return xla.extend(*args, page_size=page_size, scale=scale, kv_block=kv_block or xla.KV_BLOCK)
+    interpret = implementation == "interpret"
+    return pallas.extend(*args, page_size=page_size, scale=scale, kv_block=kv_block, interpret=interpret)
 
 
 def _check(q: jax.Array, keys: jax.Array, values: jax.Array, page_table: jax.Array, rows: int) -> None:

@@ -76,6 +76,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False  # each head's query and key is normed before its rotation
     sliding_window: int | None = None  # tokens; not enforced here, see registry.load
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
@@ -136,22 +137,33 @@ class Attention(nnx.Module):
         outs = [n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
         self.qkv = Linear(c.hidden_size, outs, c.qkv_bias, c.dtype)
         self.output = Linear(c.num_heads * c.head_dim, [c.hidden_size], c.output_bias, c.dtype)
+        self.q_norm, self.k_norm = (
+            RMSNorm(c.head_dim, c.rms_norm_eps, c.dtype) if c.qk_norm else None for _ in range(2)
+        )
 
     def __call__(
         self, x: jax.Array, angles: tuple[jax.Array, jax.Array], context: Any, cache: Cache, layer: int
     ) -> tuple[jax.Array, Cache]:
         tokens = x.shape[0]
         q, k, v = self.qkv(x)
-        q = rotate(q.reshape(tokens, self.heads, self.head_dim), *angles)
-        k = rotate(k.reshape(tokens, self.kv_heads, self.head_dim), *angles)
+        q = q.reshape(tokens, self.heads, self.head_dim)
+        k = k.reshape(tokens, self.kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *angles), rotate(k, *angles)
         cache = context.write(cache, layer, k, v.reshape(tokens, self.kv_heads, self.head_dim))
         y = context.attend(q, cache, layer, self.head_dim**-0.5)
         return self.output(y.reshape(tokens, self.heads * self.head_dim))[0], cache
 
     def parts(self, name: str) -> Parts:
-        return nested("qkv", self.qkv.parts([f"{name}.{p}_proj" for p in "qkv"])) | nested(
-            "output", self.output.parts([f"{name}.o_proj"])
-        )
+        parts = {
+            **nested("qkv", self.qkv.parts([f"{name}.{p}_proj" for p in "qkv"])),
+            **nested("output", self.output.parts([f"{name}.o_proj"])),
+        }
+        for which, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                parts |= nested(which, norm.parts(f"{name}.{which}"))
+        return parts
 
 
 class GatedMLP(nnx.Module):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxoverlap.kernels.backend import Kernels
 from jaxoverlap.kernels.kv_write import kv_write
 from jaxoverlap.kernels.paged_attention import decode_attention, extend_attention
 
@@ -27,7 +28,7 @@ from jaxoverlap.kernels.paged_attention import decode_attention, extend_attentio
         "extend_lens",
         "last_tokens",
     ],
-    meta_fields=["page_size", "num_locs", "is_decode"],
+    meta_fields=["page_size", "num_locs", "is_decode", "kernels"],
 )
 @dataclass(frozen=True)
 class PagedContext:
@@ -48,21 +49,24 @@ class PagedContext:
     page_size: int
     num_locs: int
     is_decode: bool  # T == B, row b is token b
+    kernels: Kernels
 
     def write(
         self, cache: tuple[jax.Array, jax.Array], layer: int, k: jax.Array, v: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """The cache (K and V, each [layers * num_locs, H, D]) with this step's k and v [T, H, D] in it."""
         locs = self.token_locs + layer * self.num_locs
-        return kv_write(cache[0], k, locs), kv_write(cache[1], v, locs)
+        return kv_write(*cache, k, v, locs, implementation=self.kernels.kv_write)
 
     def attend(self, q: jax.Array, cache: tuple[jax.Array, jax.Array], layer: int, scale: float) -> jax.Array:
         """Causal attention of q [T, Hq, D] over the layer's cache, this step's `write` included -> [T, Hq, D]."""
-        where = {"page_size": self.page_size, "first_loc": layer * self.num_locs}
+        where = {"page_size": self.page_size, "first_loc": layer * self.num_locs, "scale": scale}
         if self.is_decode:
-            return decode_attention(q, *cache, self.page_table, self.seq_lens, **where, scale=scale)
+            chosen = self.kernels.decode_attention
+            return decode_attention(q, *cache, self.page_table, self.seq_lens, **where, implementation=chosen)
         lens = (self.seq_lens, self.q_starts, self.extend_lens)
-        return extend_attention(q, *cache, self.page_table, *lens, **where, scale=scale)
+        chosen = self.kernels.extend_attention
+        return extend_attention(q, *cache, self.page_table, *lens, **where, implementation=chosen)
 
     def locations(self, positions: jax.Array) -> jax.Array:
         """Location of `positions` int32 [B, n] of each row -> int32 [B, n]; positions past the table read its end."""

@@ -16,14 +16,18 @@ from jaxoverlap.checkpoint.fields import Fields
 from jaxoverlap.checkpoint.hf import load_parameters
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.models.checksum import ChecksumModel
+from jaxoverlap.models.decoder import IGNORED_TENSORS, Decoder
 from jaxoverlap.models.layers import DecoderConfig
-from jaxoverlap.models.llama import IGNORED_TENSORS, Llama, llama_config, mistral_config
+from jaxoverlap.models.llama import llama_config, mistral_config
+from jaxoverlap.models.qwen3 import qwen2_config, qwen3_config
 from jaxoverlap.progress import Report
 from jaxoverlap.tokenizer import Tokenizer
 
-ARCHITECTURES: dict[str, tuple[type[Llama], Callable[[Fields, str], DecoderConfig]]] = {
-    "LlamaForCausalLM": (Llama, llama_config),
-    "MistralForCausalLM": (Llama, mistral_config),
+ARCHITECTURES: dict[str, Callable[[Fields, str], DecoderConfig]] = {
+    "LlamaForCausalLM": llama_config,
+    "MistralForCausalLM": mistral_config,
+    "Qwen2ForCausalLM": qwen2_config,
+    "Qwen3ForCausalLM": qwen3_config,
 }
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -60,8 +64,7 @@ def load(config: EngineConfig, *, progress: Report | None = None) -> LoadedModel
 def load_directory(directory: Path, config: EngineConfig, *, progress: Report | None = None) -> LoadedModel:
     """config.json and *.safetensors of a directory, and where present tokenizer.json and generation_config.json."""
     fields = Fields.read(directory / "config.json")
-    family, parse = _architecture(fields)
-    model_config = parse(fields, _dtype(config.dtype, fields))
+    model_config = _architecture(fields)(fields, _dtype(config.dtype, fields))
     context_length = _context_length(config, model_config)
     tokenizer = Tokenizer.from_dir(directory) if (directory / "tokenizer.json").exists() else None
     eos, defaults = generation_defaults(directory)
@@ -69,7 +72,7 @@ def load_directory(directory: Path, config: EngineConfig, *, progress: Report | 
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     model_config = dataclasses.replace(model_config, eos_token_ids=tuple(sorted(eos)))
-    module = load_parameters(lambda: family(model_config), directory, ignored=IGNORED_TENSORS, progress=progress)
+    module = load_parameters(lambda: Decoder(model_config), directory, ignored=IGNORED_TENSORS, progress=progress)
     return LoadedModel(directory.name, module, model_config, tokenizer, context_length, defaults)
 
 
@@ -87,7 +90,7 @@ def generation_defaults(directory: Path) -> tuple[set[int], dict[str, Any]]:
     return set(fields.ids("eos_token_id")), defaults
 
 
-def _architecture(fields: Fields) -> tuple[type[Llama], Callable[[Fields, str], DecoderConfig]]:
+def _architecture(fields: Fields) -> Callable[[Fields, str], DecoderConfig]:
     names = fields.values.get("architectures")
     if not isinstance(names, list) or not names:
         raise fields.error("architectures", "must be a list with the model's class")

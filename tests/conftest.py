@@ -1,12 +1,26 @@
 """Makes the helpers beside this file importable, and gives the demo model to tests that ask for it."""
 
+import os
 from pathlib import Path
 
+# JAX's CUDA plugin can compile where there is no CUDA driver, if it is told so before JAX first looks for devices.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
 import pytest
 from helpers_models import demo_model_dir
 
 from jaxoverlap.device.compile_cache import enable_compilation_cache
+from jaxoverlap.kernels.backend import TRITON_DEPRECATED
 from jaxoverlap.paths import cache_dir
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = jax.default_backend() == "gpu"
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skipif(not on_gpu, reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.filterwarnings(f"ignore:{TRITON_DEPRECATED}"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -57,9 +57,10 @@ def demo_model_dir() -> Path:
 
 
 def tiny_weights(config: dict[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """Random weights under the checkpoint names of a Llama with `config`."""
+    """Random weights under the checkpoint names of a decoder with `config`."""
     rng = np.random.default_rng(seed)
     c = config
+    qwen2 = c["architectures"] == ["Qwen2ForCausalLM"]
     d, ffn, hd = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * hd, c["num_key_value_heads"] * hd
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c["vocab_size"], d), "model.norm.weight": (d,)}
@@ -72,8 +73,12 @@ def tiny_weights(config: dict[str, Any], seed: int = 0, dtype: Any = np.float32)
         linear |= {"mlp.down_proj": (d, ffn)}
         for name, shape in linear.items():
             shapes[f"{at}.{name}.weight"] = shape
-            if c.get("attention_bias" if "attn" in name else "mlp_bias"):
+            if c.get("attention_bias" if "attn" in name else "mlp_bias") or (
+                qwen2 and name.endswith(("q_proj", "k_proj", "v_proj"))
+            ):
                 shapes[f"{at}.{name}.bias"] = shape[:1]
+        if c["architectures"] == ["Qwen3ForCausalLM"]:
+            shapes[f"{at}.self_attn.q_norm.weight"] = shapes[f"{at}.self_attn.k_norm.weight"] = (hd,)
         shapes[f"{at}.input_layernorm.weight"] = shapes[f"{at}.post_attention_layernorm.weight"] = (d,)
 
     def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -71,7 +71,12 @@ def test_refused(given, parts):
         ({"frequency_penalty": 1.0}, ["frequency_penalty"]),
         ({"n": 2}, ["n "]),
         ({"stop_token_ids": [257]}, ["stop_token_ids holds 257", "257 ids"]),
-        ({"sampling_seed": 1 << 32}, ["sampling_seed", "2**32"]),
+        ({"sampling_seed": 1 << 32}, ["sampling_seed", "4294967295"]),
+        ({"stop": ["a\ud800"]}, ["stop", "Unicode"]),
+        ({"stream_interval": 1 << 31}, ["stream_interval", "2147483647"]),
+        ({"temperature": 10**400}, ["temperature", "3.4"]),
+        ({"temperature": True}, ["temperature", "bool"]),
+        ({"n": True}, ["n "]),
     ],
 )
 def test_refused_sampling_params(params, parts):

@@ -3,41 +3,211 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from rich.table import Table
+from jaxoverlap.bench import compose, gpu, host, overlap
+from jaxoverlap.cli import (
+    UsageError,
+    add_command,
+    add_config_flags,
+    add_json_flag,
+    check_json_flag,
+    console,
+    read_config,
+    write_json,
+)
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.loading import load
+from jaxoverlap.progress import bars
 
-from jaxoverlap.cli import add_command, add_json_flag, check_json_flag, console, write_json
+ARRIVALS = 512  # in data/
+SIMULATED = ("device", "step_ms", "prefill_step_ms", "step_jitter")
 
 
 def register(subparsers: Any) -> None:
-    parser = add_command(subparsers, "bench", "what a turn costs", lambda args: args.run_bench(args))
+    parser = add_command(subparsers, "bench", "what things cost", lambda args: args.run_bench(args))
     benches = parser.add_subparsers(metavar="WHAT", required=True)
-    compose = benches.add_parser("compose", help="composing a batch: long queues and large prefix trees")
-    compose.add_argument("--turns", type=int, default=300, help="turns measured on each load [300]")
-    compose.add_argument("--policy", choices=("fcfs", "lpm", "lof", "dfs-weight", "random"), default="fcfs")
-    compose.set_defaults(run_bench=run_compose)
-    add_json_flag(compose)
+
+    bench = _add(benches, "host", "cost of a turn with a device that costs nothing, by part", run_host)
+    bench.add_argument("--batch", type=counts, default=(1, 32, 256), metavar="N,N", help="decoding requests [1,32,256]")
+    bench.add_argument("--waiting", type=count, default=0, metavar="N", help="requests that wait for a slot [0]")
+    bench.add_argument("--turns", type=positive, default=1000, metavar="N", help="turns measured on each load [1000]")
+
+    bench = _add(benches, "overlap", "normal loop against overlap loop on a simulated device", run_overlap)
+    bench.add_argument("--step-ms", type=seconds, default=8.0, metavar="MS", help="step time of the device [8]")
+    ratios = ",".join(map(str, overlap.RATIOS))
+    bench.add_argument(
+        "--ratios", type=floats, default=overlap.RATIOS, metavar="R,R", help=f"host work / step time [{ratios}]"
+    )
+    bench.add_argument("--turns", type=positive, default=120, metavar="N", help="turns of each loop and ratio [120]")
+
+    bench = _add(benches, "launch", "the call that gives the device a step, against a bare jitted call", run_launch)
+    bench.add_argument("--batch", type=counts, default=(8,), metavar="N,N", help="decoding requests [8]")
+    bench.add_argument("--turns", type=positive, default=100, metavar="N", help="launches measured [100]")
+    add_config_flags(bench, leave_out=("disable_overlap_schedule", "max_running_requests", *SIMULATED))
+
+    bench = _add(benches, "offline", "a model under real arrivals, and its decode step by hand", run_offline)
+    bench.add_argument("--batch", type=counts, default=(1, 8), metavar="N,N", help="request slots [1,8]")
+    bench.add_argument("--requests", type=positive, default=24, metavar="N", help="arrivals, at most 512 [24]")
+    bench.add_argument("--scale", type=seconds, default=0.1, help="share of the recorded lengths [0.1]")
+    bench.add_argument("--load", type=seconds, default=0.5, help="arrivals / what the slots can decode [0.5]")
+    bench.add_argument("--turns", type=positive, default=32, metavar="N", help="decode steps a measured run [32]")
+    add_config_flags(bench, leave_out=("disable_overlap_schedule", "max_running_requests", *SIMULATED))
+
+    bench = _add(benches, "compose", "composing a batch: long queues and large prefix trees", run_compose)
+    bench.add_argument("--turns", type=positive, default=300, metavar="N", help="turns measured on each load [300]")
+    bench.add_argument("--policy", choices=("fcfs", "lpm", "lof", "dfs-weight", "random"), default="fcfs")
+
+    bench = _add(benches, "gpu", "kernels, decode steps and a load against the device's memory", gpu.run)
+    bench.add_argument("--config", type=names, default=gpu.CONFIGS, metavar="NAME,NAME", help="sizes of the models")
+    bench.add_argument("--batch", type=counts, default=(1, 8, 64, 256), metavar="N,N", help="decoding rows")
+    bench.add_argument("--context", type=positive, default=1024, metavar="N", help="tokens in each row's cache")
+    bench.add_argument("--turns", type=positive, default=100, metavar="N", help="calls measured of each kind")
+    bench.add_argument("--copy-mb", type=positive, default=1024, metavar="N", help="MiB that the copy moves")
+    bench.add_argument("--requests", type=positive, default=256, metavar="N", help="requests of the load")
+    bench.add_argument("--shortest", type=positive, default=100, metavar="N", help="tokens in and out, at least")
+    bench.add_argument("--longest", type=positive, default=1024, metavar="N", help="tokens in and out, at most")
+
+
+def _add(benches: Any, name: str, about: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = benches.add_parser(name, help=about, description=about, allow_abbrev=False)
+    parser.set_defaults(run_bench=run, parser=parser)
+    add_json_flag(parser)
+    return parser
+
+
+def run_host(args: argparse.Namespace) -> int:
+    check_json_flag(args)
+    longest = (host.CONTEXT - host.PROMPT - host.WARM_UP - 64) // 2
+    if args.turns > longest:
+        raise UsageError(f"--turns must be at most {longest}, not {args.turns}")
+    with bars() as report:
+        figures = host.measure(args.batch, args.waiting, args.turns, report)
+    host.show(console(args), figures)
+    write_json(args, {"host": figures})
+    return 0
+
+
+def run_overlap(args: argparse.Namespace) -> int:
+    check_json_flag(args)
+    if args.turns > host.CONTEXT // 2:
+        raise UsageError(f"--turns must be at most {host.CONTEXT // 2}, not {args.turns}")
+    with bars() as report:
+        rows = overlap.measure(args.ratios, args.step_ms, args.turns, report)
+    overlap.show(console(args), rows)
+    write_json(args, {"overlap": rows})
+    return 0
+
+
+def run_launch(args: argparse.Namespace) -> int:
+    check_json_flag(args)
+    length = 32 + args.turns
+    config = _model_config(args, length)
+    with bars() as report:
+        from jaxoverlap.bench import launch
+        from jaxoverlap.device.runner import JaxRunner
+
+        model, runner, _ = load(config, report)
+        assert isinstance(runner, JaxRunner)
+        figures = launch.measure(config, model, runner, args.batch, args.turns)
+        runner.shutdown()
+    launch.show(console(args), figures, config.model_path)
+    write_json(args, {"launch": {"model": config.model_path, "batches": figures}})
+    return 0
+
+
+def run_offline(args: argparse.Namespace) -> int:
+    check_json_flag(args)
+    if args.requests > ARRIVALS:
+        raise UsageError(f"--requests must be at most {ARRIVALS}, not {args.requests}")
+    config = _model_config(args, max(256, 48 + args.turns))
+    with bars() as report:
+        from jaxoverlap.bench import offline
+        from jaxoverlap.device.runner import JaxRunner
+
+        model, runner, _ = load(config, report)
+        assert isinstance(runner, JaxRunner)
+        figures = offline.measure(
+            config,
+            model,
+            runner,
+            args.batch,
+            requests=args.requests,
+            scale=args.scale,
+            load=args.load,
+            steps=args.turns,
+            report=report,
+        )
+        runner.shutdown()
+    title = f"{config.model_path}: ms a decode step, then {args.requests} recorded arrivals, lengths x {args.scale:g}"
+    offline.show(console(args), figures, title)
+    write_json(args, {"offline": {"model": config.model_path, "batches": figures}})
+    return 0
+
+
+def _model_config(args: argparse.Namespace, length: int) -> EngineConfig:
+    """For `args.batch` and requests of up to `length` tokens."""
+    batch = max(args.batch)
+    config = read_config(args, max_running_requests=batch, context_length=length)
+    page = config.page_size
+    if config.device == "simulated":
+        raise UsageError("this needs a model: JAXOVERLAP_DEVICE must not be simulated")
+    if config.max_running_requests < batch:
+        raise UsageError(f"--batch must be at most max_running_requests {config.max_running_requests}, not {batch}")
+    if (config.context_length or length) < length:
+        raise UsageError(f"context_length must be at least {length}, not {config.context_length}")
+    total = batch * -(-length // page) * page
+    if config.max_total_tokens is None:
+        config = dataclasses.replace(config, max_total_tokens=total)
+    return config
 
 
 def run_compose(args: argparse.Namespace) -> int:
-    from jaxoverlap.bench.compose import measure
-
     check_json_flag(args)
-    rows = measure(args.policy, args.turns)
-    table = Table(title=f"composing a batch, policy {args.policy}: median from the start of the turn to its launch")
-    for name in ("waiting", "cached tokens", "admitting", "ratio", "decode only", "ratio"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        row |= {f"{k}_ratio": row[f"{k}_us"] / rows[0][f"{k}_us"] for k in ("admit", "decode")}
-        table.add_row(
-            f"{row['waiting']:,}",
-            f"{row['cached_tokens']:,}",
-            f"{row['admit_us']:.0f} us",
-            f"{row['admit_ratio']:.2f}",
-            f"{row['decode_us']:.0f} us",
-            f"{row['decode_ratio']:.2f}",
-        )
-    console(args).print(table)
+    rows = compose.measure(args.policy, args.turns)
+    compose.show(console(args), rows, args.policy)
     write_json(args, {"compose": rows})
     return 0
+
+
+def names(text: str) -> tuple[str, ...]:
+    from jaxoverlap.models.shapes import SHAPES
+
+    given = tuple(text.split(","))
+    for name in given:
+        if name not in SHAPES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SHAPES)}")
+    return given
+
+
+def count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be an int of at least 0")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an int of at least 1")
+    return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(positive(part) for part in text.split(","))
+
+
+def seconds(text: str) -> float:
+    """A time above 0, in whatever unit the flag has."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    return value
+
+
+def floats(text: str) -> tuple[float, ...]:
+    return tuple(seconds(part) for part in text.split(","))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Launch, Request, StepResult, Wait
@@ -30,7 +32,8 @@ LOADS = (Load(10, 1_000), Load(10, 100_000), Load(10_000, 1_000), Load(10_000, 1
 
 def measure(policy: str = "fcfs", turns: int = 300) -> list[dict[str, Any]]:
     """A row for each of LOADS: median microseconds from the start of a turn to its launch, when a slot frees and is
-    given to the next request (`admit_us`) and in a plain decode turn with every slot taken (`decode_us`)."""
+    given to the next request (`admit_us`) and in a plain decode turn with every slot taken (`decode_us`), each also as
+    a ratio to the first load's."""
     schedulers = [prepare(load, policy) for load in LOADS]
     times: list[dict[str, list[float]]] = [{"admit_us": [], "decode_us": []} for _ in LOADS]
     for i in range(turns):
@@ -38,14 +41,12 @@ def measure(policy: str = "fcfs", turns: int = 300) -> list[dict[str, Any]]:
             seconds, launch = turn(s, i)
             if launch is not None:
                 row["admit_us" if launch.mode.is_extend else "decode_us"].append(seconds * 1e6)
-    return [
-        {
-            "waiting": load.waiting,
-            "cached_tokens": load.cached_tokens,
-            **{k: statistics.median(v) for k, v in row.items()},
-        }
-        for load, row in zip(LOADS, times)
-    ]
+    rows: list[dict[str, Any]] = []
+    for load, row in zip(LOADS, times):
+        rows.append({"waiting": load.waiting, "cached_tokens": load.cached_tokens})
+        rows[-1] |= {k: statistics.median(v) for k, v in row.items()}
+        rows[-1] |= {f"{k}_ratio": rows[-1][f"{k}_us"] / rows[0][f"{k}_us"] for k in ("admit", "decode")}
+    return rows
 
 
 def prepare(load: Load, policy: str) -> Scheduler:
@@ -92,3 +93,19 @@ def turn(s: Scheduler, number: int) -> tuple[float, Launch | None]:
     except StopIteration:
         s.outputs.clear()
         return seconds, launch
+
+
+def show(console: Console, rows: list[dict[str, Any]], policy: str) -> None:
+    table = Table(title=f"composing a batch, policy {policy}: median from the start of the turn to its launch")
+    for name in ("waiting", "cached tokens", "admitting", "ratio", "decode only", "ratio"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row['waiting']:,}",
+            f"{row['cached_tokens']:,}",
+            f"{row['admit_us']:.0f} us",
+            f"{row['admit_ratio']:.2f}",
+            f"{row['decode_us']:.0f} us",
+            f"{row['decode_ratio']:.2f}",
+        )
+    console.print(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import sys
 from typing import Any
@@ -46,6 +47,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     model's context where context_length is not set: as if it were long)."""
     import jax
 
+    from jaxoverlap.device import advice
     from jaxoverlap.device.buckets import Buckets
     from jaxoverlap.kernels.backend import AUTO, choose
 
@@ -62,4 +64,5 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "decode_buckets": [b.rows for b in buckets.decode],
         "extend_buckets": [b.tokens for b in buckets.extend],
         "cache": str(cache_dir()),
+        "advice": advice.advice(os.environ),
     }

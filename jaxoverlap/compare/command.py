@@ -71,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--temperature must be at least 0, not {args.temperature}")
     check_json_flag(args)
     if args.timeline is not None:
-        check_timeline_path(args.timeline)
+        try:
+            check_timeline_path(args.timeline)
+        except ValueError as e:
+            raise UsageError(f"--timeline: {e}") from None
     params = {"max_new_tokens": args.max_new_tokens, "ignore_eos": args.ignore_eos, "temperature": args.temperature}
     params |= {"sampling_seed": 0}
     with bars() as report, Engine.from_config(config, progress=report) as base:

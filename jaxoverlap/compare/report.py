@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxoverlap.compare.measure import LOOPS, Comparison, Run
+from jaxoverlap.trace.bubbles import CAUSES
 from jaxoverlap.trace.summary import percentiles, summarize
 from jaxoverlap.trace.timeline import LEGEND, lanes, window
 
@@ -85,7 +86,10 @@ def _table(data: dict[str, Any]) -> Table:
         ("tokens/s, median (min - max)", [_rate(x["tokens_per_s"]) for x in loops]),
         ("time to first token p50 / p90 (ms)", [_pair(x["ttft_ms"]) for x in loops]),
         ("launches", [str(x["launches"]) for x in loops]),
+        ("device idle, all runs (ms)", [_short(x["idle_ms"]) for x in loops]),
     ]
+    causes = [cause for cause in CAUSES if any(cause in x["bubbles_ms"] for x in loops)]
+    rows += [(f"  {cause}", [_short(x["bubbles_ms"].get(cause, 0.0)) for x in loops]) for cause in causes]
     for name, cells in rows:
         table.add_row(name, *cells)
     return table

@@ -1,4 +1,5 @@
-"""The one int32 array that goes up with a launch, written by the host and taken apart inside jit.
+"""The one int32 array that goes up with a launch, written by the host and taken apart inside jit; and the one that
+comes back.
 
 A packed array is made anew for every launch and never touched again: on CPU a running step may read it in place.
 """
@@ -112,6 +113,22 @@ def pack_sample(layout: Layout, launch: Launch, mask: np.ndarray | None) -> np.n
     if mask is not None:
         f["mask"][:rows] = mask[:, 0]
     return packed
+
+
+def next_packed(layout: Layout, fields: dict[str, Any], xp: Any) -> Any:
+    """A decode step's array one step later, if its rows stay and take no page: every length one up. `xp` is numpy or
+    jax.numpy; host and device get the same."""
+    lens = fields["seq_lens"] + (fields["slots"] > 0)
+    return xp.concatenate([fields["slots"], lens, xp.zeros(math.prod(layout.shapes["page_writes"]), xp.int32)])
+
+
+def unpack_outputs(fetched: np.ndarray, drafts: int | None) -> tuple[np.ndarray, ...]:
+    """Of a step's int32 array [*, B]: tokens [B], log-probabilities [B], with poison faults [B]. Of a verify step of
+    `drafts`: tokens [B, drafts], log-probabilities, tokens accepted, length and token before the step."""
+    if drafts is None:
+        return fetched[0], fetched[1].view(np.float32), *fetched[2:]
+    logprobs = fetched[drafts : 2 * drafts].view(np.float32)
+    return fetched[:drafts].T, logprobs.T, *fetched[2 * drafts :]
 
 
 def pack_pages(page_writes: np.ndarray) -> np.ndarray:

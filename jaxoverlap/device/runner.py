@@ -2,60 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import os
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Launch, Sample, StepResult
 from jaxoverlap.device.buckets import Bucket, Buckets
-from jaxoverlap.device.compile_guard import CompileGuard
 from jaxoverlap.device.packing import (
     PAGE_WRITES,
-    PAGES_LAYOUT,
-    Layout,
+    next_packed,
     pack_pages,
     pack_sample,
     pack_step,
     pack_verify,
-    sample_layout,
-    step_layout,
-    verify_layout,
+    unpack_outputs,
 )
+from jaxoverlap.device.programs import Program, Programs, Progress
 from jaxoverlap.device.state import Script, initial_state
-from jaxoverlap.device.step import FAULT_NONE, FAULT_UNWRITTEN, Outputs, Speculator, Steps, write_pages
-from jaxoverlap.kernels.backend import choose, quiet_lowering
+from jaxoverlap.device.step import FAULT_NONE, FAULT_UNWRITTEN, Logits, Outputs, Speculator, Steps
+from jaxoverlap.kernels.backend import Kernels
 from jaxoverlap.models.paged import Model
-
-Progress = Callable[[int, int, str], None]
-
-
-@dataclass(slots=True)
-class Program:
-    """One jitted step function; `donate` is the place of the state among its arguments. Warm-up puts the compiled
-    program into `call`: unlike a jitted function, it is not compiled anew when the process changes JAX's settings or
-    imports a module that adds one."""
-
-    name: str
-    step: Callable[..., Any]
-    layout: Layout
-    donate: int
-    call: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        named = functools.wraps(self.step)(lambda *args: self.step(*args))
-        named.__name__ = named.__qualname__ = self.name
-        self.call = jax.jit(named, donate_argnums=self.donate)
 
 
 class Handle:
@@ -67,21 +38,28 @@ class Handle:
         self.launch = launch
         self.bucket = bucket
         self.outputs: Outputs | None = None
-        self.logits: tuple[jax.Array, jax.Array | None] | None = None  # and faults, until sampled
+        self.logits: Logits | None = None  # until sampled
 
     def send_back(self, outputs: Outputs) -> None:
         self.outputs = outputs
-        for array in (outputs.tokens, outputs.logprobs, outputs.faults, outputs.verified):
-            if array is not None:
-                array.copy_to_host_async()
+        outputs.fetched.copy_to_host_async()
+
+
+@dataclass(frozen=True, slots=True)
+class _Resident:
+    """The packed array on the device of the decode step to come, should rows stay and take no page."""
+
+    program: Program
+    expected: np.ndarray
+    array: jax.Array
 
 
 class JaxRunner:
     """core.Runner on one JAX device, for one rank.
 
-    `model` is an nnx module with its weights on the device. `max_total_tokens` is the KV pool, a multiple
-    of the page size, beside which one page for padding is kept. `masks`: also warm up the cut programs that launches
-    with `delay_sample` or a mask need; without it such a launch is refused. `script`: forced outputs, see Script. With a
+    `model` is an nnx module with its weights on the device. `max_total_tokens` is the KV pool, a multiple of the page
+    size, beside which one page for padding is kept. `masks`: also warm up the cut programs that launches with
+    `delay_sample` or a mask need; without it such a launch is refused. `script`: forced outputs, see Script. With a
     `speculator` decode launches are verify steps. `buckets`: other shapes than `config` gives.
 
     All calls come from one thread. Launches run in order; a failed step leaves the runner unusable. Raises ValueError
@@ -106,9 +84,9 @@ class JaxRunner:
         self.num_pages = max_total_tokens // config.page_size
         self._rows = config.max_running_requests + 1
         self._table_pages = -(-(context_length + 2 * config.verify_reserve) // config.page_size)
-        self._vocab_size: int = model.config.vocab_size
         self._masks, self._script, self._poison = masks, script, config.poison_future_map
         self._speculator = speculator
+        self._resident: _Resident | None = None
         num_locs = (self.num_pages + 1) * config.page_size
         shapes = model.cache_shapes(num_locs)
         for shape in shapes:
@@ -125,52 +103,39 @@ class JaxRunner:
         graph, params = nnx.split(model)
         leaves, tree = jax.tree.flatten(params)
         self._weights = tuple(leaves)
-        self._steps = Steps(
+        steps = Steps(
             graph=graph,
             tree=tree,
             page_size=config.page_size,
             num_locs=num_locs,
-            scatter_with=choose("future_map_scatter", config.kernels, self._platform),
-            gather_with=choose("future_map_gather", config.kernels, self._platform),
+            kernels=Kernels.choose(config.kernels, self._platform),
             poison=self._poison,
         )
-        self._guard = CompileGuard()
-        self._programs = self._make_programs()
+        self._programs = Programs(
+            steps,
+            self.buckets,
+            vocab_size=model.config.vocab_size,
+            script_len=script.length if script else 0,
+            masks=masks,
+            speculator=speculator,
+        )
 
     @property
     def programs(self) -> tuple[str, ...]:
         """Names of all programs, which `warm_up` compiles and none is added to."""
-        return tuple(self._programs)
+        return tuple(self._programs.table)
 
     @property
     def compiles(self) -> int:
         """Compiles that this runner's calls have caused."""
-        return self._guard.compiles
+        return self._programs.guard.compiles
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compiles every program, on CPU several at once; from then on a compile raises CompileError.
 
         `progress(done, total, name)` is told the program just compiled; at first (0, total, "").
         """
-        total = len(self._programs)
-        report = progress or (lambda done, total, name: None)
-        report(0, total, "")
-        on_cpu = self._platform == "cpu"
-        with ThreadPoolExecutor((os.cpu_count() or 1) if on_cpu else 1) as pool:
-            compiling: dict[Future[Any], Program] = {}
-            for program in self._programs.values():
-                with quiet_lowering():
-                    lowered = program.call.lower(*self._padding(program))
-                compiling[pool.submit(lowered.compile)] = program
-            for done, future in enumerate(as_completed(compiling), 1):
-                compiling[future].call = future.result()
-                report(done, total, compiling[future].name)
-        self._guard.compiles += total
-        if not on_cpu:  # loads the programs, and finds out now whether their working memory is there
-            for program in self._programs.values():
-                self._run_on_padding(program)
-            jax.block_until_ready(self._state)
-        self._guard.armed = True
+        self._state = self._programs.warm_up(self._weights, self._state, self._platform, progress)
 
     def launch(self, launches: list[Launch]) -> list[Handle]:
         """One launch, one rank. Raises ValueError for a launch that no bucket holds or that names slots or pages out of
@@ -183,16 +148,19 @@ class JaxRunner:
         cut = launch.delay_sample or launch.mask is not None
         if cut and not self._masks:
             raise ValueError(f"launch {launch.number} needs the cut programs: make the runner with masks=True")
-        program = self._program(f"forward_{bucket.name}" if cut else bucket.name)
+        program = self._programs[f"forward_{bucket.name}" if cut else bucket.name]
         page_writes = self._write_pages_ahead(launch, bucket.writes)
         packed = pack_step(program.layout, launch, page_writes, self._script)
         handle = Handle(launch, bucket)
         if not cut:
-            self._state, outputs = self._call(program, self._weights, self._state, packed)
+            sent = self._resident_or(program, packed)
+            self._state, outputs = self._call(program, self._weights, self._state, sent)
             handle.send_back(outputs)
+            if outputs.again is not None:
+                expected = next_packed(program.layout, program.layout.fields(packed), np)
+                self._resident = _Resident(program, expected, outputs.again)
             return [handle]
-        self._state, logits, faults = self._call(program, self._weights, self._state, packed)
-        handle.logits = logits, faults
+        self._state, handle.logits = self._call(program, self._weights, self._state, packed)
         if not launch.delay_sample:
             self._sample(handle, launch.mask)
         return [handle]
@@ -209,19 +177,19 @@ class JaxRunner:
         if outputs is None:
             raise RuntimeError(f"launch {launch.number} is not sampled yet")
         rows = len(launch.slots)
-        if outputs.faults is not None:
-            _raise_faults(launch, np.asarray(outputs.faults)[:rows])
-        accepted, lens, bonus = (None,) * 3 if outputs.verified is None else np.asarray(outputs.verified)[:, :rows]
-        return StepResult(
-            np.asarray(outputs.tokens)[:rows],
-            logprobs=np.asarray(outputs.logprobs)[:rows],
-            accept_lens=accepted,
-            seq_lens_in=lens,
-            bonus_in=bonus,
-        )
+        drafts = None
+        if self._speculator is not None and handle.bucket.is_decode:
+            drafts = self._speculator.num_draft_tokens
+        tokens, logprobs, *more = (x[:rows] for x in unpack_outputs(_fetch(outputs.fetched), drafts))
+        if drafts is not None:
+            accepted, lens, bonus = more
+            return StepResult(tokens, accepted, lens, bonus, logprobs)
+        if more:
+            _raise_faults(launch, more[0])
+        return StepResult(tokens, logprobs=logprobs)
 
     def is_ready(self, handle: Handle) -> bool:
-        return handle.outputs is not None and handle.outputs.tokens.is_ready()  # type: ignore[attr-defined]
+        return handle.outputs is not None and handle.outputs.fetched.is_ready()  # type: ignore[attr-defined]
 
     def block(self, handle: Handle) -> None:
         """Returns once what has been launched for `handle` (the forward alone, before `sample`) is done; any thread."""
@@ -231,52 +199,30 @@ class JaxRunner:
         """Waits for the device, then lets go of weights, state and programs. Twice is once."""
         leaves = jax.tree.leaves(self._state)
         jax.block_until_ready([leaf for leaf in leaves if not leaf.is_deleted()])  # deleted: a step failed
-        self._guard.close()
-        self._programs = {}
+        self._programs.close()
         self._weights = ()
+        self._resident = None
         self._state = None  # type: ignore[assignment]
 
     def _verify(self, launch: Launch, bucket: Bucket) -> Handle:
         if launch.mask is not None and not self._masks:
             raise ValueError(f"launch {launch.number} has a mask: make the runner with masks=True")
-        program = self._program(f"verify_{bucket.rows}")
+        program = self._programs[f"verify_{bucket.rows}"]
         packed = pack_verify(program.layout, launch, self._write_pages_ahead(launch, bucket.writes))
         handle = Handle(launch, bucket)
         self._state, outputs = self._call(program, self._weights, self._state, packed)
         handle.send_back(outputs)
         return handle
 
-    def _make_programs(self) -> dict[str, Program]:
-        programs = [Program("write_pages", write_pages, PAGES_LAYOUT, donate=0)]
-        script_len = self._script.length if self._script else 0
-        whole = (*self.buckets.decode, *self.buckets.extend)
-        if self._speculator is not None:
-            programs += [self._verify_program(bucket, self._speculator) for bucket in self.buckets.decode]
-            whole = self.buckets.extend
-        for bucket in whole:
-            layout = step_layout(bucket, script_len)
-            programs.append(Program(bucket.name, self._steps.fused(bucket, layout), layout, donate=1))
-            if self._masks:
-                forward = self._steps.forward(bucket, layout)
-                programs.append(Program(f"forward_{bucket.name}", forward, layout, donate=1))
-        for bucket in self.buckets.decode if self._masks else ():
-            layout = sample_layout(bucket.rows, self._vocab_size)
-            programs.append(Program(f"sample_{bucket.rows}", self._steps.sample(layout), layout, donate=0))
-        return {p.name: p for p in programs}
-
-    def _verify_program(self, bucket: Bucket, speculator: Speculator) -> Program:
-        layout = verify_layout(bucket, speculator.num_draft_tokens, self._vocab_size if self._masks else None)
-        return Program(f"verify_{bucket.rows}", self._steps.verify(bucket, layout, speculator), layout, donate=1)
-
-    def _program(self, name: str) -> Program:
-        if not self._programs:
-            raise RuntimeError("the runner is shut down")
-        return self._programs[name]
+    def _resident_or(self, program: Program, packed: np.ndarray) -> np.ndarray | jax.Array:
+        """What is on the device already, where it equals `packed`: then nothing goes up."""
+        there = self._resident
+        if there is not None and there.program is program and np.array_equal(there.expected, packed):
+            return there.array
+        return packed
 
     def _call(self, program: Program, *args: Any) -> Any:
-        self._guard.program = program.name
-        with self._guard, contextlib.nullcontext() if self._guard.armed else quiet_lowering():
-            return program.call(*args)
+        return self._programs.call(program, *args)
 
     def _bucket(self, launch: Launch) -> Bucket:
         rows = len(launch.slots)
@@ -296,35 +242,23 @@ class JaxRunner:
                 _check_distinct(launch)
         while page_writes.shape[1] > room:
             now, page_writes = page_writes[:, :PAGE_WRITES], page_writes[:, PAGE_WRITES:]
-            table = self._call(self._program("write_pages"), self._state.page_table, pack_pages(now))
+            table = self._call(self._programs["write_pages"], self._state.page_table, pack_pages(now))
             self._state = dataclasses.replace(self._state, page_table=table)
         return page_writes
 
     def _sample(self, handle: Handle, mask: np.ndarray | None) -> None:
         if handle.logits is None:
             raise ValueError(f"launch {handle.launch.number} is sampled already")
-        (logits, faults), handle.logits = handle.logits, None
-        program = self._program(f"sample_{handle.bucket.rows}")
+        logits, handle.logits = handle.logits, None
+        program = self._programs[f"sample_{handle.bucket.rows}"]
         packed = pack_sample(program.layout, handle.launch, mask)
-        self._state, tokens, logprobs = self._call(program, self._state, logits, packed)
-        handle.send_back(Outputs(tokens, logprobs, faults))
+        self._state, outputs = self._call(program, self._state, logits, packed)
+        handle.send_back(outputs)
 
-    def _padding(self, program: Program) -> tuple[Any, ...]:
-        """Arguments of a program that touch nothing but the padding row and page."""
-        packed, _ = program.layout.empty()
-        if program.name == "write_pages":
-            return self._state.page_table, packed
-        if program.name.startswith("sample_"):
-            rows = program.layout.shapes["slots"][0]
-            return self._state, jnp.zeros((rows, self._vocab_size), jnp.float32), packed
-        return self._weights, self._state, packed
 
-    def _run_on_padding(self, program: Program) -> None:
-        out = self._call(program, *self._padding(program))
-        if program.name == "write_pages":
-            self._state = dataclasses.replace(self._state, page_table=out)
-        else:
-            self._state = out[0]
+def _fetch(array: jax.Array) -> np.ndarray:
+    """The one way from the device to the host, once a step."""
+    return np.asarray(array)
 
 
 def _check_range(name: str, values: np.ndarray, limit: int) -> None:

@@ -44,12 +44,12 @@ class SimulatedModel:
 class Handle:
     """A step on its way; times are `time.perf_counter`."""
 
-    __slots__ = ("begin", "end", "error", "hashes", "launch", "result", "sampled")
+    __slots__ = ("begin", "end", "error", "forward_end", "hashes", "launch", "result", "sampled")
 
     def __init__(self, launch: Launch, begin: float, end: float) -> None:
         self.launch = launch
         self.begin = begin
-        self.end = end
+        self.end = self.forward_end = end
         self.sampled = not launch.delay_sample
         self.hashes: np.ndarray | None = None  # int64 [B], until sampled
         self.result: StepResult | None = None
@@ -126,9 +126,11 @@ class SimulatedRunner:
     def is_ready(self, handle: Handle) -> bool:
         return handle.sampled and time.perf_counter() >= handle.end
 
-    def step_times(self, handle: Handle) -> tuple[float, float]:
-        """When the step begins and ends."""
-        return handle.begin, handle.end
+    def device_spans(self, handle: Handle) -> list[tuple[str, float, float]]:
+        """(kind, begin, end) of what the device does for the launch: a "step", or a "forward" and its "sample"."""
+        if not handle.launch.delay_sample:
+            return [("step", handle.begin, handle.end)]
+        return [("forward", handle.begin, handle.forward_end), ("sample", handle.end, handle.end)]
 
     def shutdown(self) -> None:
         """Nothing to give back."""

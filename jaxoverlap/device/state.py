@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxoverlap.core import Request
 from jaxoverlap.kernels.future_map import POISON
+from jaxoverlap.kernels.sample import RowParams
 
 # Columns of `State.params`; the floats' and the seed's bits are stored as int32.
 TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED, PROMPT_LEN = range(6)
@@ -71,3 +73,10 @@ def params_row(request: Request) -> np.ndarray:
     out[SEED] = np.uint32(request.seed).view(np.int32)
     out[PROMPT_LEN] = request.prompt_len
     return out
+
+
+def row_params(columns: jax.Array) -> RowParams:
+    """From rows of `State.params`, int32 [B, PARAM_COLUMNS]."""
+    floats = lax.bitcast_convert_type(columns[:, TEMPERATURE : MIN_P + 1], jnp.float32)
+    seed = lax.bitcast_convert_type(columns[:, SEED], jnp.uint32)
+    return RowParams(floats[:, TEMPERATURE], floats[:, TOP_P], floats[:, MIN_P], columns[:, TOP_K], seed)

@@ -17,14 +17,15 @@ from flax import nnx
 from jax import lax
 
 from jaxoverlap.device.buckets import Bucket
-from jaxoverlap.device.packing import PAGES_LAYOUT, Layout
-from jaxoverlap.device.sampling import RowParams, sample
-from jaxoverlap.device.state import PROMPT_LEN, State
-from jaxoverlap.kernels.backend import Implementation
+from jaxoverlap.device.packing import PAGES_LAYOUT, Layout, next_packed
+from jaxoverlap.device.state import PROMPT_LEN, State, row_params
+from jaxoverlap.kernels.backend import Kernels
 from jaxoverlap.kernels.future_map import POISON, gather, scatter, take
+from jaxoverlap.kernels.sample import sample
 from jaxoverlap.models.paged import PagedContext
 
 Cache = tuple[jax.Array, ...]
+Logits = tuple[jax.Array, jax.Array | None]  # f32 [B, V], and the faults int32 [B] with poison
 
 
 class Speculator(Protocol):
@@ -55,13 +56,11 @@ FAULT_NONE, FAULT_UNWRITTEN, FAULT_LENGTH = 0, 1, 2
 class Outputs:
     """Of one step, rows padded to the bucket; arrays of their own, never donated."""
 
-    tokens: jax.Array  # int32 [B]; of a verify step [B, drafts]
-    logprobs: jax.Array  # f32, shape of tokens
-    faults: jax.Array | None = None  # int32 [B], with poison only
-    verified: jax.Array | None = None  # int32 [3, B]: tokens accepted, length and token that the step started from
+    fetched: jax.Array  # int32, see packing.unpack_outputs: the one array that goes back to the host
+    again: jax.Array | None = None  # of a decode step: the packed array of the next, if rows stay and no page is taken
 
 
-jax.tree_util.register_dataclass(Outputs, ["tokens", "logprobs", "faults", "verified"], [])
+jax.tree_util.register_dataclass(Outputs, ["fetched", "again"], [])
 
 
 @dataclass(frozen=True)
@@ -72,33 +71,32 @@ class Steps:
     tree: Any  # how the flat weights fold into the model's state
     page_size: int
     num_locs: int
-    scatter_with: Implementation
-    gather_with: Implementation
+    kernels: Kernels
     poison: bool
 
     def fused(self, bucket: Bucket, layout: Layout) -> Callable[..., tuple[State, Outputs]]:
         def step(weights: tuple[jax.Array, ...], state: State, packed: jax.Array) -> tuple[State, Outputs]:
             fields = layout.fields(packed)
             state, logits, faults = self._forward(bucket, weights, state, fields)
-            state, tokens, logprobs = self._sample(state, logits, fields, None)
-            return state, Outputs(tokens, logprobs, faults)
+            state, fetched = self._sample(state, logits, faults, fields, None)
+            return state, Outputs(fetched, next_packed(layout, fields, jnp) if bucket.is_decode else None)
 
         return step
 
-    def forward(self, bucket: Bucket, layout: Layout) -> Callable[..., tuple[State, jax.Array, jax.Array | None]]:
+    def forward(self, bucket: Bucket, layout: Layout) -> Callable[..., tuple[State, Logits]]:
         """Gives logits f32 [B, V] and the faults, for `sample`."""
 
-        def step(
-            weights: tuple[jax.Array, ...], state: State, packed: jax.Array
-        ) -> tuple[State, jax.Array, jax.Array | None]:
-            return self._forward(bucket, weights, state, layout.fields(packed))
+        def step(weights: tuple[jax.Array, ...], state: State, packed: jax.Array) -> tuple[State, Logits]:
+            state, logits, faults = self._forward(bucket, weights, state, layout.fields(packed))
+            return state, (logits, faults)
 
         return step
 
-    def sample(self, layout: Layout) -> Callable[..., tuple[State, jax.Array, jax.Array]]:
-        def step(state: State, logits: jax.Array, packed: jax.Array) -> tuple[State, jax.Array, jax.Array]:
+    def sample(self, layout: Layout) -> Callable[..., tuple[State, Outputs]]:
+        def step(state: State, logits: Logits, packed: jax.Array) -> tuple[State, Outputs]:
             fields = layout.fields(packed)
-            return self._sample(state, logits, fields, fields["mask"])
+            state, fetched = self._sample(state, *logits, fields, fields["mask"])
+            return state, Outputs(fetched)
 
         return step
 
@@ -111,8 +109,8 @@ class Steps:
             state = _write_pages(state, fields["page_writes"])
             model = nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
             slots, rows = fields["slots"], jnp.arange(bucket.rows, dtype=jnp.int32)
-            bonus = gather(state.output_tokens, slots, implementation=self.gather_with)
-            lens = gather(state.new_seq_lens, slots, implementation=self.gather_with)
+            bonus = gather(state.output_tokens, slots, implementation=self.kernels.future_map_gather)
+            lens = gather(state.new_seq_lens, slots, implementation=self.kernels.future_map_gather)
 
             def forward(ids: jax.Array, ahead: int, cache: Cache) -> tuple[jax.Array, Cache]:
                 known = {"slots": slots, "seq_lens": jnp.where(slots == 0, 0, lens + ahead + 1)}
@@ -126,10 +124,12 @@ class Steps:
 
             tokens, logprobs, accepted, cache = speculator.verify(model, bonus, forward, pick, state.cache)
             last = jnp.take_along_axis(tokens, accepted[:, None] - 1, axis=1)[:, 0]
-            stashed = scatter(state.output_tokens, slots, last, implementation=self.scatter_with)
-            published = scatter(state.new_seq_lens, slots, lens + accepted, implementation=self.scatter_with)
+            stashed = scatter(state.output_tokens, slots, last, implementation=self.kernels.future_map_scatter)
+            published = scatter(
+                state.new_seq_lens, slots, lens + accepted, implementation=self.kernels.future_map_scatter
+            )
             state = dataclasses.replace(state, cache=cache, output_tokens=stashed, new_seq_lens=published)
-            return state, Outputs(tokens, logprobs, verified=jnp.stack([accepted, lens, bonus]))
+            return state, Outputs(jnp.concatenate([tokens.T, _bits(logprobs).T, jnp.stack([accepted, lens, bonus])]))
 
         return step
 
@@ -143,7 +143,9 @@ class Steps:
         state, ids, context, faults = self._resolve(bucket, state, fields)
         hidden, cache = model(ids, context, state.cache)
         logits = model.logits(hidden[context.last_tokens])
-        lens = scatter(state.new_seq_lens, fields["slots"], fields["seq_lens"], implementation=self.scatter_with)
+        lens = scatter(
+            state.new_seq_lens, fields["slots"], fields["seq_lens"], implementation=self.kernels.future_map_scatter
+        )
         return dataclasses.replace(state, cache=tuple(cache), new_seq_lens=lens), logits, faults
 
     def _resolve(
@@ -170,10 +172,10 @@ class Steps:
     ) -> tuple[State, jax.Array, jax.Array | None]:
         """Tokens int32 [B] of `slots`; 0 names no slot. With poison: each is read once, right after it was written."""
         if not self.poison:
-            return state, gather(state.output_tokens, slots, implementation=self.gather_with), None
-        both = {"scatter_with": self.scatter_with, "gather_with": self.gather_with}
+            return state, gather(state.output_tokens, slots, implementation=self.kernels.future_map_gather), None
+        both = {"scatter_with": self.kernels.future_map_scatter, "gather_with": self.kernels.future_map_gather}
         tokens, output_tokens = take(state.output_tokens, slots, **both)
-        lens = gather(state.new_seq_lens, slots, implementation=self.gather_with)
+        lens = gather(state.new_seq_lens, slots, implementation=self.kernels.future_map_gather)
         faults = jnp.where(lens + 1 == seq_lens, FAULT_NONE, FAULT_LENGTH)
         faults = jnp.where(slots == 0, FAULT_NONE, jnp.where(tokens == POISON, FAULT_UNWRITTEN, faults))
         return dataclasses.replace(state, output_tokens=output_tokens), jnp.maximum(tokens, 0), faults
@@ -208,14 +210,21 @@ class Steps:
             page_size=self.page_size,
             num_locs=self.num_locs,
             is_decode=is_decode,
+            kernels=self.kernels,
         )
 
     def _sample(
-        self, state: State, logits: jax.Array, fields: dict[str, jax.Array], mask: jax.Array | None
-    ) -> tuple[State, jax.Array, jax.Array]:
+        self,
+        state: State,
+        logits: jax.Array,
+        faults: jax.Array | None,
+        fields: dict[str, jax.Array],
+        mask: jax.Array | None,
+    ) -> tuple[State, jax.Array]:
         tokens, logprobs = self._pick(state, logits, fields["slots"], fields["seq_lens"], mask)
-        stashed = scatter(state.output_tokens, fields["slots"], tokens, implementation=self.scatter_with)
-        return dataclasses.replace(state, output_tokens=stashed), tokens, logprobs
+        stashed = scatter(state.output_tokens, fields["slots"], tokens, implementation=self.kernels.future_map_scatter)
+        fetched = [tokens, _bits(logprobs), *([] if faults is None else [faults])]
+        return dataclasses.replace(state, output_tokens=stashed), jnp.stack(fetched)
 
     def _pick(
         self, state: State, logits: jax.Array, slots: jax.Array, positions: jax.Array, mask: jax.Array | None
@@ -223,7 +232,12 @@ class Steps:
         """The token at `positions` int32 [B] of each row, and its log-probability."""
         columns = state.params[slots]
         forced = None if state.script is None else _scripted(state.script[slots], positions - columns[:, PROMPT_LEN])
-        return sample(logits, RowParams.unpack(columns), positions, mask, forced)
+        chosen = self.kernels.sample
+        return sample(logits, row_params(columns), positions, mask, forced, implementation=chosen)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def write_pages(page_table: jax.Array, packed: jax.Array) -> jax.Array:

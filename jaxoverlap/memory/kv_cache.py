@@ -83,14 +83,13 @@ class KVCache:
         self.evict_for(len(slots) * self.page_size)
         at = self.slots.committed_len[slots]
         if self.page_size == 1:
-            rows, index = slots, at
+            self.slots.set_pages(slots, at, self.pages.alloc(len(slots)))
         else:
-            rows = slots[at % self.page_size == 0]
-            index = self.slots.committed_len[rows] // self.page_size
-        if len(rows):
-            self.slots.set_pages(rows, index, self.pages.alloc(len(rows)))
-        self.slots.committed_len[slots] += 1
-        self.slots.allocated_len[slots] += 1
+            full = np.flatnonzero(at % self.page_size == 0)
+            if len(full):
+                self.slots.set_pages(slots[full], at[full] // self.page_size, self.pages.alloc(len(full)))
+        # without speculation a row has no place but for its committed tokens
+        self.slots.committed_len[slots] = self.slots.allocated_len[slots] = at + 1
 
     def tokens_for_verify(self, slots: np.ndarray, reserve: int) -> int:
         """Tokens of pages still to be taken so that each row has `reserve` places behind its committed ones."""

@@ -27,8 +27,13 @@ class PageAllocator:
         """int32 [count]. Raises OutOfPages."""
         if count > self.num_free:
             raise OutOfPages(f"{count} pages asked for, {self.num_free} of {self.num_pages} free")
-        pages = self._ring.take(range(self._head, self._head + count), mode="wrap")
-        self._head = (self._head + count) % self.num_pages
+        end = self._head + count
+        if end < self.num_pages:
+            pages = self._ring[self._head : end].copy()
+            self._head = end
+        else:
+            pages = np.concatenate([self._ring[self._head :], self._ring[: end - self.num_pages]])
+            self._head = end - self.num_pages
         self.num_free -= count
         return pages
 

@@ -6,23 +6,48 @@ A turn works on these columns with the batch's array of slots, not on requests o
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
 from jaxoverlap.core import Request
 
 NO_STOP = -1
+MOST_TOKENS = 1 << 32  # of all slots together: the columns are memory of the host, taken as it is used
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rows:
+    """What the table says of a batch's rows until its `version` moves; gathered once for many turns."""
+
+    slots: np.ndarray  # int32 [B]
+    epochs: np.ndarray  # int64 [B]
+    version: int
+    live: np.ndarray  # bool [B]: the row's request still holds the slot
+    all_live: bool
+    starts: np.ndarray  # int64 [B], place of the first output in the flattened `tokens`
+    caps: np.ndarray  # int32 [B], max_new
+    stops: tuple[np.ndarray, ...]  # int32 [B] each; a row with fewer stop ids has NO_STOP there
+    by_hand: np.ndarray | None  # bool [B]; None: no row
+    streams_each: bool  # every row streams every token, and none is looked at by hand
+    streams_none: bool
 
 
 class SlotTable:
-    """`num_slots` requests of up to `context_length` tokens (+ `slack` for runs of speculation past a cap)."""
+    """`num_slots` requests of up to `context_length` tokens (+ `slack` for runs of speculation past a cap). Raises
+    ValueError above MOST_TOKENS altogether."""
 
     def __init__(self, num_slots: int, context_length: int, page_size: int, slack: int = 0) -> None:
         rows, capacity = num_slots + 1, context_length + slack + 1
+        if rows * capacity > MOST_TOKENS:
+            raise ValueError(
+                f"max_running_requests {num_slots} times context_length {context_length} is above {MOST_TOKENS} tokens"
+            )
         self.num_slots = num_slots
         self.page_size = page_size
         self.tokens = np.zeros((rows, capacity), np.int32)  # prompt, then outputs
         self.logprobs = np.zeros((rows, capacity), np.float32)  # of the token in the same place
+        self._flat_tokens, self._flat_logprobs = self.tokens.reshape(-1), self.logprobs.reshape(-1)
         self.page_table = np.zeros((rows, -(-capacity // page_size)), np.int32)
         self.prompt_len = np.zeros(rows, np.int32)
         self.output_len = np.zeros(rows, np.int32)  # committed output tokens
@@ -36,7 +61,9 @@ class SlotTable:
         self.stream_interval = np.ones(rows, np.int32)
         self.by_hand = np.zeros(rows, bool)  # stop strings, grammar or a pending abort: Python looks at each token
         self._free = deque(range(1, rows))
-        self._writes: list[tuple[np.ndarray, np.ndarray]] = []
+        self._writes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.version = 0  # moves when a slot is taken, left or looked at by hand
+        self._rows: Rows | None = None
 
     @property
     def num_free(self) -> int:
@@ -62,6 +89,12 @@ class SlotTable:
         self.stream_interval[slot] = stream_interval
         self.by_hand[slot] = bool(request.params.stop) or request.grammar is not None or request.to_finish is not None
         request.slot, request.table = slot, self
+        self.version += 1
+
+    def look_at(self, request: Request) -> None:
+        """From now on Python looks at each token of the request."""
+        self.by_hand[request.slot] = True
+        self.version += 1
 
     def detach(self, request: Request) -> None:
         """Takes the slot back; the request keeps its outputs."""
@@ -70,7 +103,35 @@ class SlotTable:
         request.kept_logprobs = self.output_logprobs(slot).copy()
         request.slot, request.table = 0, None
         self.epoch[slot] += 1
+        self.version += 1
         self._free.append(slot)
+
+    def rows(self, slots: np.ndarray, epochs: np.ndarray) -> Rows:
+        """Gathered anew only where the arrays or the version are others than last time."""
+        rows = self._rows
+        if rows is None or rows.version != self.version or rows.slots is not slots or rows.epochs is not epochs:
+            rows = self._rows = self._gather(slots, epochs)
+        return rows
+
+    def _gather(self, slots: np.ndarray, epochs: np.ndarray) -> Rows:
+        live = self.epoch[slots] == epochs
+        stops = self.stop_ids[slots]
+        by_hand, stream = self.by_hand[slots], self.stream[slots]
+        some_by_hand = bool(by_hand.any())
+        each = stream & (self.stream_interval[slots] == 1)
+        return Rows(
+            slots=slots,
+            epochs=epochs,
+            version=self.version,
+            live=live,
+            all_live=bool(live.all()),
+            starts=slots.astype(np.int64) * self.tokens.shape[1] + self.prompt_len[slots],
+            caps=self.max_new[slots],
+            stops=tuple(np.ascontiguousarray(ids) for ids in stops.T if (ids != NO_STOP).any()),
+            by_hand=by_hand if some_by_hand else None,
+            streams_each=bool(each.all()) and not some_by_hand,
+            streams_none=not stream.any(),
+        )
 
     def outputs(self, slot: int) -> np.ndarray:
         n = self.prompt_len[slot]
@@ -88,20 +149,41 @@ class SlotTable:
             self.logprobs[slots, at] = logprobs
         self.output_len[slots] += 1
 
+    def append_rows(self, rows: Rows, tokens: np.ndarray, logprobs: np.ndarray | None) -> np.ndarray:
+        """`append` for a batch; returns int32 [B], the output tokens that each row then has."""
+        lens = self.output_len[rows.slots]
+        at = rows.starts + lens
+        self._flat_tokens[at] = tokens
+        if logprobs is not None:
+            self._flat_logprobs[at] = logprobs
+        lens += 1
+        self.output_len[rows.slots] = lens
+        return lens
+
+    def last_tokens(self, rows: Rows, lens: np.ndarray) -> np.ndarray:
+        """int32 [B]: each row's output token number `lens`, counted from 1."""
+        return self._flat_tokens[rows.starts + (lens - 1)]
+
     def set_pages(self, slots: np.ndarray, index: np.ndarray, pages: np.ndarray) -> None:
         """page_table[slots, index] = pages, and the change goes to the device with the next launch."""
         self.page_table[slots, index] = pages
-        self._writes.append((slots, index))
+        self._writes.append((slots, index, pages))
 
     def take_page_writes(self) -> np.ndarray:
         """int32 [3, N]: slot, index, page of every entry set since the last call. An entry set twice appears twice
         with its last page, so that the order of a scatter does not matter."""
-        if not self._writes:
+        writes, self._writes = self._writes, []
+        if not writes:
             return np.empty((3, 0), np.int32)
-        slots = np.concatenate([w[0] for w in self._writes])
-        index = np.concatenate([w[1] for w in self._writes])
-        self._writes = []
-        return np.stack([slots, index, self.page_table[slots, index]]).astype(np.int32, copy=False)
+        if len(writes) == 1:  # a decode step: one page for each of some rows
+            slots, index, pages = writes[0]
+        else:
+            slots = np.concatenate([w[0] for w in writes])
+            index = np.concatenate([w[1] for w in writes])
+            pages = self.page_table[slots, index]
+        out = np.empty((3, len(slots)), np.int32)
+        out[0], out[1], out[2] = slots, index, pages
+        return out
 
     def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
         width = self.stop_ids.shape[1]

@@ -65,8 +65,10 @@ PROMPT = Kind(
     lambda v: isinstance(v, list) and len(v) > 0 and all(map(_is_token, v)),
 )
 FORCED = Kind(
-    f"an object from output indices to tokens below {VOCAB_SIZE}",
-    lambda v: isinstance(v, dict) and all(i.isdecimal() and _is_token(t) for i, t in v.items()),
+    f"an object from output indices below {CONTEXT_LENGTH} to tokens below {VOCAB_SIZE}",
+    lambda v: (
+        isinstance(v, dict) and all(i.isdecimal() and int(i) < CONTEXT_LENGTH and _is_token(t) for i, t in v.items())
+    ),
 )
 STOPS = Kind("a stop", lambda v: True)  # SamplingParams says more
 MODE = Kind("in_place, retract or abort", lambda v: v in ("in_place", "retract", "abort"))
@@ -128,7 +130,7 @@ def load_scenario(path: str | Path) -> Scenario:
         data = json.loads(Path(path).read_text())
     except OSError as e:
         raise ScenarioError(f"{path}: {e.strerror or e}") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ScenarioError(f"{path}: not JSON: {e}") from None
     if not isinstance(data, dict) or not isinstance(data.get("scenario"), dict):
         raise ScenarioError(f"{path}: no object 'scenario' in it")
@@ -155,8 +157,12 @@ def parse_scenario(raw: dict[str, Any]) -> Scenario:
         config = scenario.engine_config(overlap=True)
     except ValueError as e:
         raise ValueError(f"config: {e}") from None
+    rids: set[str] = set()
     for i, op in enumerate(scenario.ops):
         _check_op(f"ops[{i}]", op, config)
+        if op["op"] == "request" and op["rid"] in rids:
+            raise ValueError(f"ops[{i}].rid: {op['rid']!r} is taken")
+        rids.add(op.get("rid", ""))
     return scenario
 
 

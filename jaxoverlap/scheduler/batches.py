@@ -33,11 +33,11 @@ def keep_rows(batch: Batch, rows: np.ndarray) -> None:
 
 def drop_finished(table: SlotTable, batch: Batch, exclude: tuple[Request | None, ...] = ()) -> None:
     """Drops rows whose request has left its slot, and those of `exclude`."""
-    stay = table.epoch[batch.slots] == batch.epochs
-    for request in exclude:
-        if request is not None and request in batch.requests:
-            stay[batch.requests.index(request)] = False
-    if not stay.all():
+    leave = [batch.requests.index(r) for r in exclude if r is not None and r in batch.requests]
+    rows = table.rows(batch.slots, batch.epochs)
+    if leave or not rows.all_live:
+        stay = rows.live.copy()
+        stay[leave] = False
         keep_rows(batch, np.flatnonzero(stay))
 
 
@@ -47,5 +47,6 @@ def merge(batch: Batch, other: Batch) -> None:
     batch.slots = np.concatenate([batch.slots, other.slots])
     batch.epochs = np.concatenate([batch.epochs, other.epochs])
     batch.seq_lens = np.concatenate([batch.seq_lens, other.seq_lens])
+    batch.is_prefill_only &= other.is_prefill_only
     batch.has_grammar |= other.has_grammar
     batch.return_logprob |= other.return_logprob

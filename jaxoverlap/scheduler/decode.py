@@ -9,6 +9,7 @@ import numpy as np
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Batch, FinishReason, ForwardMode, Request
 from jaxoverlap.scheduler import batches
+from jaxoverlap.scheduler.results import finish_without_result
 from jaxoverlap.scheduler.retract import requeue, take_back
 
 if TYPE_CHECKING:
@@ -70,8 +71,6 @@ def fits(s: Scheduler, slots: np.ndarray) -> bool:
 def retract_decode(s: Scheduler, batch: Batch) -> None:
     """Takes rows out until the rest fits: fewest outputs first, among equals the longest prompt; at least one goes
     and one stays. If that one does not fit alone, it is aborted."""
-    from jaxoverlap.scheduler.results import finish_without_result
-
     order = list(range(len(batch)))
     if not s.is_speculative:
         outputs, prompts = s.slots.output_len[batch.slots], s.slots.prompt_len[batch.slots]

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxoverlap.core import FinishReason, Request, Turn
 from jaxoverlap.scheduler import batches
-from jaxoverlap.scheduler.results import finish_without_result
+from jaxoverlap.scheduler.results import finish_without_result, pop_and_process
 from jaxoverlap.scheduler.retract import requeue, take_back
 
 if TYPE_CHECKING:
@@ -88,11 +88,9 @@ def abort(s: Scheduler, rid: str, abort_all: bool, exact: bool = False) -> None:
     def matches(r: Request) -> bool:
         return abort_all or r.rid == rid or (not exact and r.rid.startswith(rid))
 
-    if any(matches(r) for r in s.waiting):
-        gone = [r for r in s.waiting if matches(r)]
-        s.waiting = type(s.waiting)(r for r in s.waiting if not matches(r))
-        for r in reversed(gone):
-            finish_without_result(s, r, ABORTED)
+    gone = s.waiting.remove(rid) if exact and not abort_all else s.waiting.remove_where(matches)
+    for r in reversed(gone):
+        finish_without_result(s, r, ABORTED)
     for r in s.grammars.pending:
         if matches(r):
             s.grammars.fail(r, ABORTED)
@@ -105,13 +103,11 @@ def abort(s: Scheduler, rid: str, abort_all: bool, exact: bool = False) -> None:
         if not r.finished and matches(r):
             r.to_finish = ABORTED
             if r.table is not None:
-                r.table.by_hand[r.slot] = True
+                r.table.look_at(r)
 
 
 def pause(s: Scheduler, mode: str) -> Turn:
     """in_place leaves the result in flight where it is; the others handle it and merge its batch."""
-    from jaxoverlap.scheduler.loops import pop_and_process
-
     s.is_paused = True
     if mode == "in_place":
         return
@@ -120,6 +116,8 @@ def pause(s: Scheduler, mode: str) -> Turn:
     if s.last_batch is not None and s.last_batch.mode.is_extend:
         batches.drop_finished(s.slots, s.last_batch)
         merge_last(s)
+    if not len(s.running_batch):
+        s.running_batch.is_full = False  # nobody is left whose end would clear it
     s.last_batch = s.cur_batch = None
     if mode == "retract":
         batches.drop_finished(s.slots, s.running_batch)

@@ -11,7 +11,7 @@ from jaxoverlap.scheduler.grammar_queue import fill_masks
 from jaxoverlap.scheduler.idle import on_idle
 from jaxoverlap.scheduler.intake import process_input_requests
 from jaxoverlap.scheduler.overlap import is_disable_overlap_for_batch
-from jaxoverlap.scheduler.results import process_batch_result
+from jaxoverlap.scheduler.results import pop_and_process, process_batch_result
 
 if TYPE_CHECKING:
     from jaxoverlap.scheduler.scheduler import Scheduler
@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 
 def event_loop_normal(s: Scheduler) -> Turn:
     yield from process_input_requests(s)
+    if s.watch is not None:
+        s.watch.mark("receive")
     if s.is_paused:
         return
     batch = yield from get_next_batch_to_run(s)
     s.cur_batch = batch
+    if batch is None and s.watch is not None:
+        s.watch.cause("grammar" if s.grammars.pending else "no work")
     if batch is not None:
         launch = snapshot(s, batch)
         handle = yield launch
@@ -35,10 +39,14 @@ def event_loop_normal(s: Scheduler) -> Turn:
 
 def event_loop_overlap(s: Scheduler) -> Turn:
     yield from process_input_requests(s)
+    if s.watch is not None:
+        s.watch.mark("receive")
     if s.is_paused:
         return
     batch = yield from get_next_batch_to_run(s)
     s.cur_batch = batch
+    if batch is None and s.watch is not None:
+        s.watch.cause("grammar" if s.grammars.pending else "no work")
     disable_overlap = is_disable_overlap_for_batch(s, batch)
     if disable_overlap:
         s.counters.overlap_disabled += 1
@@ -56,11 +64,3 @@ def event_loop_overlap(s: Scheduler) -> Turn:
     if batch is not None and launch.delay_sample:
         yield Sample(launch, handle, fill_masks(s, launch))
     s.last_batch = batch
-
-
-def pop_and_process(s: Scheduler) -> Turn:
-    """Handles the oldest result in flight; the one place of the overlap loop where the host waits for the device."""
-    launch, handle = s.result_queue.popleft()
-    s.note("pop", launch.number)
-    result = yield Wait(launch, handle)
-    process_batch_result(s, launch, result)

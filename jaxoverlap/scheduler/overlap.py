@@ -34,6 +34,8 @@ def is_consecutive_prefill(s: Scheduler, batch: Batch) -> bool:
             s.config.strict_aliasing,
         )
     decision = live if s.config.strict_aliasing else launched
+    if decision and s.watch is not None:
+        s.watch.cause("consecutive prefill")
     if decision:
         s.reason("no overlap: a prefill behind a prefill%s", " (on any rank)" if s.config.dp_size > 1 else "")
     return decision
@@ -47,6 +49,8 @@ def counts_as_prefill(s: Scheduler, batch: Batch | Launch) -> bool:
 def needs_grammar_sync(s: Scheduler, batch: Batch) -> bool:
     """A verify step with a grammar row: its masks need the tokens of the result in flight."""
     needed = s.is_speculative and batch.has_grammar and batch.mode.is_decode and len(s.result_queue) > 0
+    if needed and s.watch is not None:
+        s.watch.cause("grammar")
     if needed:
         s.reason("no overlap: a verify step with a grammar row")
     return needed

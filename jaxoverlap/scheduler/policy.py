@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -12,13 +12,14 @@ from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Request
 from jaxoverlap.memory.kv_cache import KVCache
 from jaxoverlap.memory.radix import Node, RadixTree
+from jaxoverlap.scheduler.waiting import WaitingQueue
 
 LPM_MAX_WAITING = 128  # above it, matching every waiting prompt costs more than it gives
 IN_BATCH_THRESHOLD = 32  # tokens
 
 
 class Policy(Protocol):
-    def order(self, waiting: deque[Request]) -> deque[Request]:
+    def order(self, waiting: WaitingQueue) -> WaitingQueue:
         """The queue in the order of admission; the same object where nothing moves."""
 
 
@@ -59,9 +60,9 @@ class FirstCome:
     def __init__(self, key: Callable[[Request], int] | None) -> None:
         self.key = key
 
-    def order(self, waiting: deque[Request]) -> deque[Request]:
+    def order(self, waiting: WaitingQueue) -> WaitingQueue:
         key = self.key
-        return waiting if key is None else deque(sorted(waiting, key=lambda r: (key(r), r.arrival)))
+        return waiting if key is None else WaitingQueue(sorted(waiting, key=lambda r: (key(r), r.arrival)))
 
 
 class LongestOutput:
@@ -70,18 +71,18 @@ class LongestOutput:
     def __init__(self, key: Callable[[Request], int] | None) -> None:
         self.key = key or (lambda r: 0)
 
-    def order(self, waiting: deque[Request]) -> deque[Request]:
-        return deque(sorted(waiting, key=lambda r: (self.key(r), -r.max_new_tokens)))
+    def order(self, waiting: WaitingQueue) -> WaitingQueue:
+        return WaitingQueue(sorted(waiting, key=lambda r: (self.key(r), -r.max_new_tokens)))
 
 
 class Shuffled:
     def __init__(self, seed: int | None) -> None:
         self.random = random.Random(seed)
 
-    def order(self, waiting: deque[Request]) -> deque[Request]:
+    def order(self, waiting: WaitingQueue) -> WaitingQueue:
         shuffled = list(waiting)
         self.random.shuffle(shuffled)
-        return deque(shuffled)
+        return WaitingQueue(shuffled)
 
 
 class LongestPrefix:
@@ -91,11 +92,11 @@ class LongestPrefix:
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv
 
-    def order(self, waiting: deque[Request]) -> deque[Request]:
+    def order(self, waiting: WaitingQueue) -> WaitingQueue:
         if len(waiting) > LPM_MAX_WAITING:
             return waiting
         later = match_waiting(self.kv, waiting)
-        return deque(sorted(waiting, key=lambda r: float("inf") if r in later else -r.prefix_len))
+        return WaitingQueue(sorted(waiting, key=lambda r: float("inf") if r in later else -r.prefix_len))
 
 
 class DepthFirst:
@@ -104,7 +105,7 @@ class DepthFirst:
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv
 
-    def order(self, waiting: deque[Request]) -> deque[Request]:
+    def order(self, waiting: WaitingQueue) -> WaitingQueue:
         match_waiting(self.kv, waiting)
         at: dict[Node, list[Request]] = defaultdict(list)
         weight: dict[Node, int] = defaultdict(int)
@@ -115,7 +116,7 @@ class DepthFirst:
             while node is not None:
                 weight[node] += 1
                 node = node.parent
-        ordered: deque[Request] = deque()
+        ordered: list[Request] = []
         stack = [(self.kv.tree.root, False)]
         while stack:
             node, children_done = stack.pop()
@@ -125,10 +126,10 @@ class DepthFirst:
             stack.append((node, True))
             heavy = sorted((c for c in node.children.values() if c in weight), key=lambda c: -weight[c])
             stack.extend((c, False) for c in reversed(heavy))
-        return ordered
+        return WaitingQueue(ordered)
 
 
-def match_waiting(kv: KVCache, waiting: deque[Request]) -> set[Request]:
+def match_waiting(kv: KVCache, waiting: WaitingQueue) -> set[Request]:
     """Matches every waiting prompt; returns those that share a prefix with an earlier one that is not cached yet."""
     seen, later = RadixTree(kv.page_size), set()
     for r in waiting:

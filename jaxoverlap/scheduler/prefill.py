@@ -9,7 +9,7 @@ import numpy as np
 from jaxoverlap.core import Batch, ForwardMode, Request
 from jaxoverlap.scheduler import batches
 from jaxoverlap.scheduler.adder import AddResult, PrefillAdder
-from jaxoverlap.scheduler.decode import fits, prepare_for_decode
+from jaxoverlap.scheduler.decode import fits, prepare_for_decode, skip_known
 from jaxoverlap.scheduler.retract import requeue
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ def mix_with_running(s: Scheduler, batch: Batch) -> None:
     if not s.config.enable_mixed_chunk or not len(running) or batch.return_logprob or running.return_logprob:
         return
     batches.drop_finished(s.slots, running)
+    if s.config.overrun == "skip-known":
+        skip_known(s, running)
     if not len(running) or not fits(s, running.slots):
         return
     s.reason("mixed: the running rows decode in the same step (%d)", len(running))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxoverlap.core import FinishReason, ForwardMode, Launch, Output, Request, StepResult
+from jaxoverlap.core import FinishReason, ForwardMode, Launch, Output, Request, StepResult, Turn, Wait
 from jaxoverlap.scheduler.finish import find_finish
 from jaxoverlap.scheduler.stream import stream_output
 
@@ -16,18 +16,31 @@ if TYPE_CHECKING:
     from jaxoverlap.scheduler.scheduler import Scheduler
 
 
+def pop_and_process(s: Scheduler) -> Turn:
+    """Handles the oldest result in flight; the one place of the overlap loop where the host waits for the device."""
+    launch, handle = s.result_queue.popleft()
+    s.note("pop", launch.number)
+    result = yield Wait(launch, handle)
+    process_batch_result(s, launch, result)
+
+
 def process_batch_result(s: Scheduler, launch: Launch, result: StepResult) -> None:
     s.note("process", launch.number)
+    told: np.ndarray | None = None
     if launch.mode.is_extend:
         told = process_extend(s, launch, result)
     elif launch.mode is ForwardMode.IDLE:
         told = np.empty(0, np.intp)
     elif s.is_speculative:
-        told = process_verify(s, launch, result)
+        process_verify(s, launch, result)
     else:
-        told = process_decode(s, launch, result)
-    stream_output(s, launch, told)
+        process_decode(s, launch, result)
     s.counters.last_result = time.monotonic()
+    if s.watch is not None:
+        s.watch.mark("process")
+    stream_output(s, launch, told)
+    if s.watch is not None:
+        s.watch.mark("stream")
 
 
 def is_live(s: Scheduler, launch: Launch) -> np.ndarray:
@@ -35,23 +48,30 @@ def is_live(s: Scheduler, launch: Launch) -> np.ndarray:
     return s.slots.epoch[launch.slots] == launch.epochs
 
 
-def process_decode(s: Scheduler, launch: Launch, result: StepResult) -> np.ndarray:
-    rows = np.flatnonzero(is_live(s, launch))
-    if len(rows) < len(launch.requests):
-        drop_rows(s, launch, rows)
-    slots, tokens = launch.slots[rows], result.tokens[rows]
-    table = s.slots
-    table.append(slots, tokens, None if result.logprobs is None else result.logprobs[rows])
-    s.counters.output_tokens += len(rows)
+def process_decode(s: Scheduler, launch: Launch, result: StepResult) -> None:
+    """One token for each row that is still there; Python looks only at those that may end with it."""
+    table, requests = s.slots, launch.requests
+    rows, tokens, logprobs = table.rows(launch.slots, launch.epochs), result.tokens, result.logprobs
+    if not rows.all_live:
+        live = np.flatnonzero(rows.live)
+        drop_rows(s, launch, live)
+        requests = [requests[i] for i in live]
+        rows = table.rows(launch.slots[live], launch.epochs[live])
+        tokens, logprobs = tokens[live], None if logprobs is None else logprobs[live]
+    lens = table.append_rows(rows, tokens, logprobs if launch.return_logprob else None)
+    s.counters.output_tokens += len(requests)
     if s.observer is not None:
-        for i, token in zip(rows, tokens):
-            s.observer.row("committed", launch.requests[i], [int(token)])
-    look = table.output_len[slots] >= table.max_new[slots]
-    look |= (table.stop_ids[slots] == tokens[:, None]).any(axis=1)
-    look |= table.by_hand[slots] | (tokens < 0) | (tokens >= s.vocab_size)
-    for i in np.flatnonzero(look):
-        check_finish(s, launch.requests[rows[i]], 1)
-    return np.arange(len(launch.requests))
+        for r, token in zip(requests, tokens):
+            s.observer.row("committed", r, [int(token)])
+    look = lens >= rows.caps
+    for ids in rows.stops:
+        look |= ids == tokens
+    if rows.by_hand is not None:
+        look |= rows.by_hand
+    look |= tokens.view(np.uint32) >= s.vocab_size  # negative ones too
+    if look.any():
+        for i in np.flatnonzero(look):
+            check_finish(s, requests[i], 1)
 
 
 def process_extend(s: Scheduler, launch: Launch, result: StepResult) -> np.ndarray:
@@ -82,7 +102,7 @@ def commit_extend_row(s: Scheduler, launch: Launch, i: int, token: int, result: 
         s.kv.cache_unfinished(r)
 
 
-def process_verify(s: Scheduler, launch: Launch, result: StepResult) -> np.ndarray:
+def process_verify(s: Scheduler, launch: Launch, result: StepResult) -> None:
     """Each row's accepted run. The grammar moves before the finish check, so that its end can finish the request."""
     assert result.accept_lens is not None
     live = is_live(s, launch)
@@ -101,7 +121,6 @@ def process_verify(s: Scheduler, launch: Launch, result: StepResult) -> np.ndarr
         s.counters.output_tokens += len(run)
         s.row("committed", r, run)
         check_finish(s, r, len(run), grammar_done=True)
-    return np.arange(len(launch.requests))
 
 
 def accept_run(r: Request, run: list[int]) -> list[int]:

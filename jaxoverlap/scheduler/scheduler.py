@@ -20,6 +20,7 @@ from jaxoverlap.scheduler.grammar_queue import GrammarBackend, GrammarQueue
 from jaxoverlap.scheduler.intake import Abort, Flush, Operation, Pause, Resume, Submit
 from jaxoverlap.scheduler.loops import event_loop_normal, event_loop_overlap
 from jaxoverlap.scheduler.policy import make_policy
+from jaxoverlap.scheduler.waiting import WaitingQueue
 
 
 @dataclass(slots=True)
@@ -47,6 +48,16 @@ class Observer(Protocol):
     def row(self, event: str, request: Request, tokens: list[int]) -> None: ...
 
     def reason(self, text: str) -> None: ...
+
+
+class Watch(Protocol):
+    """Keeps time of a turn's parts; see trace/recorder.py."""
+
+    def mark(self, part: str) -> None:
+        """What went on since the last mark, or the last answer of the driver, was `part`."""
+
+    def cause(self, cause: str) -> None:
+        """Why this turn leaves the device idle."""
 
 
 class Scheduler:
@@ -79,6 +90,7 @@ class Scheduler:
             )
         self.decode = decode
         self.observer = observer
+        self.watch: Watch | None = None
         self.is_speculative = config.speculative_num_draft_tokens > 0
 
         slack = 2 * config.verify_reserve
@@ -95,7 +107,7 @@ class Scheduler:
 
         self.inbox: deque[Operation] = deque()
         self.outputs: deque[Output] = deque()
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.running_batch: Batch = empty_batch()
         self.last_batch: Batch | None = None
         self.cur_batch: Batch | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,20 +15,32 @@ if TYPE_CHECKING:
     from jaxoverlap.scheduler.scheduler import Scheduler
 
 
-def stream_output(s: Scheduler, launch: Launch, rows: np.ndarray) -> None:
-    """`rows`: indices of the launch's rows that have something to tell. A retracted row is told its unchanged count,
-    a row that had finished before is not told again."""
-    slots = launch.slots[rows]
-    counts = s.slots.output_len[slots]
-    left = s.slots.epoch[slots] != launch.epochs[rows]  # finished or retracted: its columns may be another's
-    due = s.slots.stream[slots] & on_beat(counts, s.slots.stream_interval[slots])
-    told = left | due
-    for i, count, has_left in zip(rows[told].tolist(), counts[told].tolist(), left[told].tolist()):
-        r = launch.requests[i]
-        if has_left:
-            tell_left(s, r)
-        elif not (r.params.stop and may_begin_stop(s, r)):
-            s.outputs.append(Output(r, count, False))
+_output = partial(tuple.__new__, Output)  # from a tuple of its fields, without a Python call
+
+
+def stream_output(s: Scheduler, launch: Launch, told: np.ndarray | None = None) -> None:
+    """`told`: indices of the launch's rows that have something to tell, by default all. A retracted row is told its
+    unchanged count, a row that had finished before is not told again."""
+    table = s.slots
+    rows = table.rows(launch.slots, launch.epochs)
+    if rows.all_live and rows.streams_none:
+        return
+    counts = table.output_len[rows.slots]
+    tokens = table.last_tokens(rows, counts)
+    requests, live = launch.requests, rows.live
+    if told is not None or not (rows.all_live and rows.streams_each):
+        due = ~live | table.stream[rows.slots] & on_beat(counts, table.stream_interval[rows.slots])
+        some = np.flatnonzero(due) if told is None else told[due[told]]
+        requests, live, counts, tokens = [requests[i] for i in some], live[some], counts[some], tokens[some]
+    outputs = map(_output, zip(requests, counts.tolist(), repeat(False), tokens.tolist()))
+    if rows.all_live and rows.by_hand is None:
+        s.outputs.extend(outputs)
+        return
+    for is_live, output in zip(live.tolist(), outputs):
+        if not is_live:
+            tell_left(s, output.request)
+        elif not (output.request.params.stop and may_begin_stop(s, output.request)):
+            s.outputs.append(output)
 
 
 def tell_left(s: Scheduler, r: Request) -> None:

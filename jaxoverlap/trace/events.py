@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-WORK = ("compose", "launch", "sample", "sync", "process", "stream")  # kinds of host time that are not waiting
+WORK = ("receive", "compose", "launch", "sample", "sync", "process", "stream")  # kinds of host time that are no waiting
+LANES = ("host", "launch", "device", "wait")
+LANE_OF = {"launch": "launch", "sample": "launch", "wait": "wait"}  # of a host span; the others are "host"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """A stretch of time, in seconds of `time.perf_counter`.
 
-    Host kinds: `compose` (all of a turn before its first result: receive, compose, enqueue), `launch` and `sample`
-    (the call that gives the device work), `sync`, `wait` (blocked on a result), `process` (all of a turn behind its
-    first result), `stream` (outputs to callers, text included).
-    Device kind: `step`.
+    Host kinds: `receive` (requests and operations that came in), `compose` (until the launch), `launch` and `sample`
+    (the call that gives the device work), `sync`, `wait` (blocked on a result), `process` (from the result on, and what
+    is left of the turn), `stream` (outputs to callers, text included).
+    Device kinds: `step`, or with delayed sampling `forward` and `sample`.
+    `cause` says of a host span why the device stands still where it does meanwhile; "" for host work that comes late.
     """
 
     kind: str
@@ -25,6 +28,7 @@ class Span:
     launch: int = 0  # number of the launch concerned; 0: none
     mode: str = ""
     rows: int = 0
+    cause: str = ""
 
     @property
     def length(self) -> float:
@@ -33,8 +37,9 @@ class Span:
 
 @dataclass(slots=True)
 class Trace:
-    """Spans in the order in which they began. A device step begins at its launch call or at the end of the step before,
-    whichever is later (what the device does inside is not seen), and ends when its result was seen ready."""
+    """Spans in the order in which they ended. A device step begins at its launch call or at the end of the step before,
+    whichever is later (what the device does inside is not seen), and ends when its result was seen ready. A simulated
+    device tells its own times."""
 
     host: list[Span] = field(default_factory=list)
     device: list[Span] = field(default_factory=list)
@@ -47,10 +52,17 @@ class Trace:
     def end(self) -> float:
         return max((s.end for s in (*self.host, *self.device)), default=0.0)
 
+    def lanes(self) -> dict[str, list[Span]]:
+        """The spans of each of LANES."""
+        out: dict[str, list[Span]] = {lane: [] for lane in LANES}
+        for span in self.host:
+            out[LANE_OF.get(span.kind, "host")].append(span)
+        out["device"] = self.device
+        return out
+
     def records(self) -> list[dict[str, Any]]:
         """One flat dict a span, `lane` included: `pandas.DataFrame(trace.records())`."""
-        lanes = (("host", self.host), ("device", self.device))
-        return [{"lane": lane, **asdict(span)} for lane, spans in lanes for span in spans]
+        return [{"lane": lane, **asdict(span)} for lane, spans in self.lanes().items() for span in spans]
 
     def between(self, begin: float, end: float) -> Trace:
         """The spans that overlap [begin, end], not cut."""

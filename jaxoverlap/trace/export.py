@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxoverlap.trace.events import Span, Trace
+from jaxoverlap.trace.bubbles import gaps
+from jaxoverlap.trace.events import LANES, Span, Trace
 
 COLOURS = {
+    "receive": "#e45756",
     "compose": "#4c78a8",
     "launch": "#f58518",
     "sample": "#b279a2",
@@ -19,6 +21,8 @@ COLOURS = {
     "wait": "#e4e4e4",
     "step": "#8a8fb9",
     "other step": "#5d6299",
+    "forward": "#8a8fb9",
+    "idle": "#fbd5d5",
 }
 
 
@@ -27,7 +31,7 @@ def chrome_trace(traces: Mapping[str, Trace]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for pid, (name, trace) in enumerate(traces.items(), 1):
         events.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}})
-        for tid, (lane, spans) in enumerate((("host", trace.host), ("device", trace.device)), 1):
+        for tid, (lane, spans) in enumerate(trace.lanes().items(), 1):
             events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": lane}})
             events += [_event(span, pid, tid, trace.begin) for span in spans]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -35,7 +39,7 @@ def chrome_trace(traces: Mapping[str, Trace]) -> dict[str, Any]:
 
 def _event(span: Span, pid: int, tid: int, origin: float) -> dict[str, Any]:
     name = f"{span.mode} {span.launch}" if span.kind == "step" else span.kind
-    args = {"turn": span.turn, "launch": span.launch, "mode": span.mode, "rows": span.rows}
+    args = {"turn": span.turn, "launch": span.launch, "mode": span.mode, "rows": span.rows, "cause": span.cause}
     ts, dur = 1e6 * (span.begin - origin), 1e6 * span.length
     return {"name": name, "ph": "X", "ts": ts, "dur": dur, "pid": pid, "tid": tid, "args": args}
 
@@ -66,32 +70,40 @@ def _write_png(path: Path, traces: Mapping[str, Trace], windows: Mapping[str, tu
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(12, 0.9 + 1.7 * len(traces)), dpi=130, layout="constrained")
+    figure = Figure(figsize=(12, 1.0 + 2.1 * len(traces)), dpi=130, layout="constrained")
     axes = figure.subplots(len(traces), 1, sharex=True, squeeze=False)[:, 0]
-    kinds: dict[str, None] = {}
+    length = max(1e3 * (end - begin) for begin, end in windows.values())
+    kinds: set[str] = set()
     for axis, (name, trace) in zip(axes, traces.items(), strict=True):
         begin, end = windows[name]
         shown = trace.between(begin, end)
-        for y, spans in ((1, shown.host), (0, shown.device)):
-            _draw(axis, spans, y, begin)
-        kinds.update(dict.fromkeys(s.kind for s in shown.host))
-        axis.set_yticks([1, 0], ["host", "device"])
-        axis.set_ylim(-0.5, 1.5)
-        axis.set_title(name, loc="left", fontsize=10)
+        for y, spans in enumerate(shown.lanes().values()):
+            _draw(axis, spans, y, begin, length)
+        idle = [(1e3 * (a - begin), 1e3 * (b - a)) for a, b, _ in gaps(trace) if b > begin and a < end]
+        axis.broken_barh(idle, (LANES.index("device") - 0.35, 0.7), color=COLOURS["idle"], linewidth=0)
+        kinds |= {s.kind for s in (*shown.host, *shown.device)} | ({"idle"} if idle else set())
+        axis.set_yticks(range(len(LANES)), LANES)
+        axis.set_ylim(len(LANES) - 0.5, -0.5)
+        axis.set_title(name, loc="left", fontsize=11)
+        for y in range(1, len(LANES)):
+            axis.axhline(y - 0.5, color="#eeeeee", linewidth=0.8, zorder=0)
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)
-    axes[-1].set_xlim(0, max(1e3 * (end - begin) for begin, end in windows.values()))
+    axes[-1].set_xlim(0, length)
     axes[-1].set_xlabel("milliseconds")
-    labels = {**dict.fromkeys(k for k in COLOURS if k in kinds), "step": None}
-    patches = [Patch(color=COLOURS[k], label=k) for k in labels]
-    figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), frameon=False, fontsize=9)
+    labels = {"idle": "device idle"}
+    patches = [Patch(color=COLOURS[k], label=labels.get(k, k)) for k in COLOURS if k in kinds]
+    figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False, fontsize=9)
     figure.savefig(path)
 
 
-def _draw(axis: Any, spans: list[Span], y: int, origin: float) -> None:
+def _draw(axis: Any, spans: list[Span], y: int, origin: float, window: float) -> None:
+    """Milliseconds from `origin` on; a step wide enough for it carries its launch's number."""
     for span in spans:
         colour = "other step" if span.kind == "step" and span.launch % 2 else span.kind
         left, length = 1e3 * (span.begin - origin), 1e3 * span.length
-        axis.broken_barh([(left, length)], (y - 0.35, 0.7), color=COLOURS[colour], linewidth=0)
-        if span.kind == "step":
-            axis.text(left + length / 2, y, str(span.launch), ha="center", va="center", color="white", fontsize=8)
+        edge = 0.0 if span.kind in ("step", "wait") else 0.6  # short work is seen too
+        axis.broken_barh([(left, length)], (y - 0.35, 0.7), color=COLOURS[colour], linewidth=edge)
+        if span.kind in ("step", "forward") and length > window / 50:
+            middle = (max(left, 0) + min(left + length, window)) / 2
+            axis.text(middle, y, str(span.launch), ha="center", va="center", color="white", fontsize=9, clip_on=True)

@@ -2,125 +2,150 @@
 
 from __future__ import annotations
 
-import queue
-import sys
-import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from jaxoverlap.core import Launch, Runner, Sample, Sync, Turn, Wait
 from jaxoverlap.driver import Driver
-from jaxoverlap.trace.events import Span, Trace
+from jaxoverlap.trace.events import Trace
+from jaxoverlap.trace.read import ASK, CAUSE, COMPILED, END, MARK, READY, SPANS, STREAM, TURN, read
 
-SWITCH_INTERVAL = 1e-4  # seconds; Python's 5 ms would blur when the watcher sees a result
-KINDS: dict[type, str] = {Launch: "launch", Sample: "sample", Wait: "wait"}
-Raw = tuple[str, float, float, int, int, str, int]  # the fields of Span
-
-
-class Watcher(threading.Thread):
-    """Notes when each step is done: blocks on one handle after the other, in launch order."""
-
-    def __init__(self, block: Callable[[Any], Any]) -> None:
-        super().__init__(name="jaxoverlap-trace", daemon=True)
-        self._block = block
-        self._queue: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-        self.ready: dict[int, float] = {}
-
-    def watch(self, number: int, handle: Any) -> None:
-        self._queue.put((number, handle))
-
-    def run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            number, handle = item
-            try:
-                self._block(handle)
-            except Exception:
-                continue  # the loop meets the same error when it waits
-            self.ready[number] = time.perf_counter()
-            del item, handle
-
-    def stop(self) -> None:
-        """Returns when everything queued has been seen."""
-        self._queue.put(None)
-        self.join()
+KINDS: dict[type, str] = {Launch: "launch", Sample: "sample", Wait: "wait", Sync: "sync"}
+ANNOTATIONS: dict[type, tuple[str, ...]] = {
+    Launch: ("run_batch",),
+    Sample: ("launch_batch_sample_if_needed",),
+    Wait: ("process_batch_result", "wait"),
+}
 
 
 class Recorder(Driver):
-    """A driver that notes what each turn did. `start` before the first turn, `stop` returns the Trace.
+    """A driver that notes what each turn did, and the scheduler's Watch; `trace` gives what it has noted.
 
-    `block(handle)` must return when the step behind the handle is done; it is called from the watcher's thread.
+    A runner that knows when its steps ran says so in `device_spans(handle)`. Another one's steps end when they are
+    first seen ready: at the end of the wait for them, or where the host was busy, at the end of the part of the turn in
+    which they became ready. No thread is started for it: one that wakes at every step costs more than a turn.
     """
 
-    def __init__(self, runner: Runner, block: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
-        self._watcher = Watcher(runner.wait if block is None else block)
-        self._host: list[Raw] = []
-        self._launched: dict[int, Raw] = {}
-        self._waited: dict[int, float] = {}
-        self._turns = 0
-        self._switch_interval = sys.getswitchinterval()
+        self._log: list[Any] = []  # flat, since a turn must not wait for objects to be made; see read.py
+        self._tells_spans = hasattr(runner, "device_spans")
+        self._tells_compiles = hasattr(runner, "compiles")
+        self._in_flight: deque[tuple[int, Any]] = deque()  # launches not seen ready yet, of a runner without spans
 
-    def start(self) -> None:
-        sys.setswitchinterval(SWITCH_INTERVAL)
-        self._watcher.start()
-
-    def stop(self) -> Trace:
-        self._watcher.stop()
-        sys.setswitchinterval(self._switch_interval)
-        return Trace([Span(*raw) for raw in self._host], self._device())
+    def trace(self) -> Trace:
+        return read(self._log)
 
     def turn(self, turn: Turn) -> None:
-        self._turns += 1
-        kind, about = "compose", (0, "", 0)
+        clock, note = time.perf_counter, self._log.extend
+        ask: Any
         answer: Any = None
-        begin = time.perf_counter()
+        note((TURN, clock()))
         try:
             while True:
                 try:
                     ask = turn.send(answer)
                 except StopIteration:
-                    ask = None
-                asked = time.perf_counter()
-                self._host.append((kind, begin, asked, self._turns, *about))
-                if ask is None:
+                    note((END, clock()))
                     return
+                asked = clock()
+                if self._in_flight:
+                    self._poll(asked)
+                compiles = self.runner.compiles if self._tells_compiles else 0  # type: ignore[attr-defined]
                 answer = self.answer(ask)
-                begin = time.perf_counter()
-                about = self._note(ask, answer, asked, begin)
-                kind = "process" if type(ask) is Wait else kind
+                done = clock()
+                kind = type(ask)
+                if kind is Sync:
+                    note((ASK, "sync", asked, done, 0, None, 0))
+                    continue
+                launch: Launch = ask if kind is Launch else ask.launch
+                note((ASK, KINDS[kind], asked, done, launch.number, launch.mode, len(launch.requests)))
+                if self._tells_compiles and self.runner.compiles != compiles:  # type: ignore[attr-defined]
+                    note((COMPILED, launch.number))
+                if self._tells_spans:
+                    if kind is Wait:
+                        note((SPANS, launch.number, self.runner.device_spans(ask.handle)))  # type: ignore[attr-defined]
+                elif kind is Launch:
+                    self._in_flight.append((launch.number, answer))
+                    self._poll(done)
+                elif kind is Wait:
+                    self._waited(launch.number, done)
         finally:
             turn.close()
 
+    def mark(self, part: str) -> None:
+        now = time.perf_counter()
+        self._log.extend((MARK, part, now))
+        if self._in_flight:
+            self._poll(now)
+
+    def cause(self, cause: str) -> None:
+        self._log.extend((CAUSE, cause))
+
     def stream(self, begin: float, end: float) -> None:
-        self._host.append(("stream", begin, end, self._turns, 0, "", 0))
+        self._log.extend((STREAM, begin, end))
 
-    def _note(self, ask: Any, answer: Any, begin: float, end: float) -> tuple[int, str, int]:
+    def _poll(self, now: float) -> None:
+        in_flight, is_ready = self._in_flight, self.runner.is_ready
+        while in_flight and is_ready(in_flight[0][1]):
+            self._log.extend((READY, in_flight.popleft()[0], now))
+
+    def _waited(self, number: int, now: float) -> None:
+        while self._in_flight and self._in_flight[0][0] <= number:
+            self._log.extend((READY, self._in_flight.popleft()[0], now))
+
+
+class Annotator(Recorder):
+    """Also names what the host does in a jax.profiler trace, with SGLang's names. `annotate(name)` is
+    jax.profiler.TraceAnnotation."""
+
+    def __init__(self, runner: Runner, annotate: Callable[[str], AbstractContextManager[Any]]) -> None:
+        super().__init__(runner)
+        self._annotate = annotate
+        self._open: list[AbstractContextManager[Any]] = []
+
+    def turn(self, turn: Turn) -> None:
+        self._enter("process_input_requests")
+        try:
+            super().turn(turn)
+        finally:
+            self._leave(everything=True)
+
+    def mark(self, part: str) -> None:
+        super().mark(part)
+        if part == "receive":
+            self._leave(everything=True)
+            self._enter("get_next_batch_to_run")
+        elif part == "process":
+            self._enter("stream_output")
+        elif part == "stream":
+            self._leave(everything=True)
+
+    def answer(self, ask: Any) -> Any:
         if type(ask) is Sync:
-            self._host.append(("sync", begin, end, self._turns, 0, "", 0))
-            return 0, "", 0
-        launch: Launch = ask if type(ask) is Launch else ask.launch
-        about = (launch.number, launch.mode.value, len(launch.requests))
-        raw = (KINDS[type(ask)], begin, end, self._turns, *about)
-        self._host.append(raw)
-        if type(ask) is Launch:
-            self._launched[launch.number] = raw
-            if not launch.delay_sample:
-                self._watcher.watch(launch.number, answer)
-        elif type(ask) is Sample:
-            self._watcher.watch(launch.number, ask.handle)
-        else:
-            self._waited[launch.number] = end
-        return about
+            return super().answer(ask)
+        self._leave(everything=True)
+        names = {
+            Launch: ["run_batch"],
+            Sample: ["launch_batch_sample_if_needed"],
+            Wait: ["process_batch_result", "wait"],
+        }
+        for name in names[type(ask)]:
+            self._enter(name)
+        answer = super().answer(ask)
+        self._leave()
+        return answer
 
-    def _device(self) -> list[Span]:
-        steps = []
-        free = 0.0
-        for number, (_, begin, _, turn, _, mode, rows) in self._launched.items():
-            seen = [at[number] for at in (self._watcher.ready, self._waited) if number in at]
-            if not seen:
-                continue
-            begin, end = max(begin, free), min(seen)
-            steps.append(Span("step", min(begin, end), end, turn, number, mode, rows))
-            free = max(free, end)
-        return steps
+    def _enter(self, name: str) -> None:
+        annotation = self._annotate(name)
+        annotation.__enter__()
+        self._open.append(annotation)
+
+    def _leave(self, everything: bool = False) -> None:
+        while self._open:
+            self._open.pop().__exit__(None, None, None)
+            if not everything:
+                return

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxoverlap.trace.bubbles import bubbles, idle_time
 from jaxoverlap.trace.events import WORK, Span, Trace
 
 
@@ -18,21 +19,24 @@ def summarize(traces: Sequence[Trace]) -> dict[str, Any]:
     that launched a decode step (everything but waiting). `wait_ms`: blocked on the device in such a turn. `hidden`:
     share of all host work that ran while a launched step was not ready yet, counted from the return of the launch call
     (so a step never hides its own launch). `device_busy`: share of the time between first launch and last result.
-    `parts_ms`: mean per decode turn, by kind. Percentiles are None where nothing was measured.
+    `parts_ms`: mean per decode turn, by kind. `idle_ms`: device idle between its first step and its last, in all traces
+    together; `bubbles_ms` splits it by cause (trace/bubbles.py). Percentiles are None where nothing was measured.
     """
     turns = [turn for trace in traces for turn in _decode_turns(trace)]
     spans = [s for trace in traces for s in trace.device]
     length = sum(trace.device[-1].end - trace.device[0].begin for trace in traces if trace.device)
     work = sum(s.length for trace in traces for s in trace.host if s.kind in WORK)
     return {
-        "launches": len(spans),
-        "decode_steps": sum(s.mode == "DECODE" for s in spans),
+        "launches": sum(s.kind != "sample" for s in spans),
+        "decode_steps": sum(s.mode == "DECODE" and s.kind != "sample" for s in spans),
         "step_ms": percentiles([t for trace in traces for t in step_times(trace)]),
         "host_ms": percentiles([sum(s.length for s in turn if s.kind in WORK) for turn in turns]),
         "wait_ms": percentiles([sum(s.length for s in turn if s.kind == "wait") for turn in turns]),
         "hidden": sum(_hidden(trace) for trace in traces) / work if work else None,
         "device_busy": sum(s.length for s in spans) / length if length else None,
         "parts_ms": _parts(turns),
+        "idle_ms": 1e3 * idle_time(traces),
+        "bubbles_ms": {cause: 1e3 * seconds for cause, seconds in bubbles(traces).items()},
     }
 
 

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from jaxoverlap.trace.events import Span, Trace
 
-GLYPHS = {"compose": "c", "launch": "L", "sample": "S", "sync": "y", "process": "p", "stream": "s", "wait": "."}
+GLYPHS = {
+    "receive": "r",
+    "compose": "c",
+    "launch": "L",
+    "sample": "S",
+    "sync": "y",
+    "process": "p",
+    "stream": "s",
+    "wait": ".",
+}
 LEGEND = (
-    "host: c compose  L launch  p process  s stream  . wait for the device; work takes a column at least",
+    "host: r receive  c compose  L launch  p process  s stream  . wait for the device",
+    "host work shorter than a column still takes one",
     "device: the number of each step, = and # in turn",
 )
 LABEL = 8  # columns of a lane's name

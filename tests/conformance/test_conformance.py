@@ -1,5 +1,5 @@
-"""The recorded traces of SGLang's scheduler on the JAX runner: the real loops, scheduler and memory, tokens going through
-the FutureMap and the page table on the device. One padded shape serves all of them."""
+"""The recorded traces of SGLang's scheduler on the JAX runner: the real loops, scheduler and memory, tokens going
+through the FutureMap and the page table on the device. One padded shape serves all of them."""
 
 import json
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,7 +15,8 @@ ORACLE = ChecksumConfig().oracle
 
 @pytest.fixture(scope="module")
 def slow():
-    runner = make_runner(SlowModel(turns=60), max_running_requests=2, chunked_prefill_size=8)
+    turns = 60 if jax.default_backend() == "cpu" else 6000
+    runner = make_runner(SlowModel(turns), max_running_requests=2, chunked_prefill_size=8)
     runner.warm_up()
     yield runner
     runner.shutdown()
@@ -36,6 +38,11 @@ def test_the_next_launch_returns_while_a_step_runs(slow):
     assert slow.is_ready(pending[1])
     d.take(pending)
     assert d.outputs[1] == ORACLE([1, 2, 3], 6)
+
+
+@pytest.mark.gpu
+def test_the_order_on_a_gpu(slow):
+    test_the_next_launch_returns_while_a_step_runs(slow)
 
 
 def test_arrays_of_a_launch_may_be_rewritten_at_once(slow):

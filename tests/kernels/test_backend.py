@@ -14,8 +14,9 @@ from jaxoverlap.kernels.backend import choose
         ("future_map_gather", "interpret", "cpu", "interpret"),
         ("future_map_scatter", "xla", "cpu", "xla"),
         ("future_map_scatter", "pallas", "gpu", "pallas"),
-        ("paged_attention", "auto", "gpu", "xla"),
-        ("paged_attention", "interpret", "cpu", "xla"),
+        ("decode_attention", "auto", "gpu", "pallas"),
+        ("extend_attention", "auto", "cpu", "xla"),
+        ("sample", "interpret", "cpu", "interpret"),
     ],
 )
 def test_choice(op, setting, platform, expected):

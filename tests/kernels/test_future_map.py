@@ -3,20 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxoverlap.kernels.backend import TRITON_DEPRECATED
 from jaxoverlap.kernels.future_map import gather, scatter, take
 
-IMPLEMENTATIONS = [
-    "xla",
-    "interpret",
-    pytest.param("pallas", marks=[pytest.mark.gpu, pytest.mark.filterwarnings(f"ignore:{TRITON_DEPRECATED}")]),
-]
-
-
-@pytest.fixture(autouse=True)
-def _cuda_for_pallas(request):
-    if request.node.get_closest_marker("gpu") and jax.default_backend() != "gpu":
-        pytest.skip("no CUDA device")
+IMPLEMENTATIONS = ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

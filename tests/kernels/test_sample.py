@@ -1,25 +1,40 @@
 """Sampling on constant logits, against a float64 reference that sorts."""
 
+import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
 
-from jaxoverlap.device.sampling import RowParams, sample
+from jaxoverlap.kernels.noise import gumbel, step_key
+from jaxoverlap.kernels.sample import RowParams, sample
 
 OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": -1, "seed": 0}
-jitted = jax.jit(lambda logits, params, *rest: sample(logits, RowParams(*params), *rest))
+IMPLEMENTATIONS = ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 
 
-def draw(logits, rows, positions, mask=None, forced=None):
+@functools.partial(jax.jit, static_argnames="implementation")
+def jitted(logits, params, *rest, implementation):
+    return sample(logits, RowParams(*params), *rest, implementation=implementation)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def draw(request):
+    return functools.partial(draw_with, request.param)
+
+
+def draw_with(implementation, logits, rows, positions, mask=None, forced=None):
     """rows: parameter dicts -> tokens, logprobs."""
     rows = [{**OFF, **r} for r in rows]
     dtypes = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "top_k": np.int32, "seed": np.uint32}
     params = tuple(np.array([r[name] for r in rows], dtype) for name, dtype in dtypes.items())
     rest = () if mask is None and forced is None else (mask, forced)
-    out = jitted(np.asarray(logits, np.float32), params, np.asarray(positions, np.int32), *rest)
+    out = jitted(
+        np.asarray(logits, np.float32), params, np.asarray(positions, np.int32), *rest, implementation=implementation
+    )
     return tuple(np.asarray(x) for x in out)
 
 
@@ -59,7 +74,7 @@ LOGITS[11] = LOGITS[3] = LOGITS.max() - 0.5  # a tie among the likely ones
     ],
     ids=str,
 )
-def test_draws_follow_the_distribution(params):
+def test_draws_follow_the_distribution(draw, params):
     n = 4096
     tokens, logprobs = draw(np.tile(LOGITS, (n, 1)), [{**params, "seed": 5}] * n, np.arange(n))
     expected = distribution(LOGITS, **params)
@@ -76,7 +91,7 @@ def test_draws_follow_the_distribution(params):
 
 
 @pytest.mark.parametrize("seed_of_case", range(6))
-def test_kept_ids_are_the_references(seed_of_case):
+def test_kept_ids_are_the_references(draw, seed_of_case):
     """Over many draws from flat-ish logits exactly the kept ids turn up, ties at the cut included."""
     rng = np.random.default_rng(seed_of_case)
     logits = rng.integers(0, 3, 12).astype(np.float32) * 0.5  # many ties
@@ -85,7 +100,7 @@ def test_kept_ids_are_the_references(seed_of_case):
     assert set(tokens.tolist()) == set(np.flatnonzero(distribution(logits, **params)).tolist())
 
 
-def test_one_batch_of_different_rows_in_every_order():
+def test_one_batch_of_different_rows_in_every_order(draw):
     """Greedy, top_k 1, a tiny top_p and a seeded row; two tied maxima. No row follows another's parameters."""
     logits = np.full(64, -1.0, np.float32)
     logits[[9, 41]] = 3.0
@@ -100,7 +115,7 @@ def test_one_batch_of_different_rows_in_every_order():
     assert len(set(seeded.tolist())) > 2  # the seeded row does sample
 
 
-def test_noise_comes_from_seed_and_position_alone():
+def test_noise_comes_from_seed_and_position_alone(draw):
     uniform = np.zeros((8, 1000), np.float32)
 
     def run(seed, row, others):
@@ -124,7 +139,7 @@ def test_noise_comes_from_seed_and_position_alone():
     assert sum(a == b for a, b in zip(seven, large)) < 5
 
 
-def test_masks():
+def test_masks(draw):
     """Only allowed ids come out, in greedy and in sampled rows; a full mask changes nothing."""
     rng = np.random.default_rng(1)
     vocab = 70
@@ -149,9 +164,53 @@ def test_masks():
         np.testing.assert_allclose(logprobs, expected[np.arange(6), tokens], atol=1e-5)
 
 
-def test_forced_tokens():
+def test_forced_tokens(draw):
     logits = np.tile(LOGITS, (3, 1))
     mask = np.full((3, 2), -1, np.int32)
     tokens, logprobs = draw(logits, [{"temperature": 0.0}] * 3, [1, 2, 3], mask, np.array([8, -1, 0], np.int32))
     assert tokens.tolist() == [8, LOGITS.argmax(), 0]
     np.testing.assert_allclose(logprobs, np.log(distribution(LOGITS))[tokens], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"), list(itertools.product((0.7, 1.6), (-1, 90), (1.0, 0.7), (0.0, 0.01)))
+)
+def test_the_kernel_draws_the_tokens_of_its_twin(temperature, top_k, top_p, min_p):
+    """Same noise, same cuts; a vocabulary that ends within a block, with ties and ids of no probability."""
+    rng = np.random.default_rng(top_k + 1)
+    vocab, rows = 5003, 3
+    logits = np.round(rng.normal(0, 3, (rows, vocab)), 2).astype(np.float32)
+    logits[:, rng.integers(0, vocab, 40)] = -np.inf
+    params = [
+        {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": s} for s in range(rows)
+    ]
+    allowed = rng.integers(-(1 << 31), 1 << 31, (rows, -(-vocab // 32))).astype(np.int32)
+    args = logits, params, rng.integers(0, 1 << 20, rows), allowed
+    (tokens, logprobs), (expected, expected_logprobs) = (draw_with(i, *args) for i in ("interpret", "xla"))
+    assert tokens.tolist() == expected.tolist()
+    np.testing.assert_allclose(logprobs, expected_logprobs, rtol=1e-5)
+
+
+def test_noise_is_that_of_jax():
+    seeds, positions = np.array([0, 5, 2**32 - 1], np.uint32), np.array([0, 77, 131071], np.int32)
+    for seed, position in zip(seeds, positions):
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+        got = gumbel(step_key(jnp.uint32(seed), jnp.int32(position)), jnp.arange(1000))
+        np.testing.assert_allclose(got, jax.random.gumbel(key, (1000,)), rtol=1e-6)
+
+
+def test_wrong_shapes_are_refused():
+    ones = jnp.ones(2)
+    params = RowParams(ones, ones, ones, jnp.ones(2, jnp.int32), jnp.ones(2, jnp.uint32))
+    positions = jnp.ones(2, jnp.int32)
+    with pytest.raises(ValueError, match="logits must be float32, not bfloat16"):
+        sample(jnp.ones((2, 40), jnp.bfloat16), params, positions, implementation="xla")
+    with pytest.raises(ValueError, match=r"mask must have shape \[2, 2\], not \[2, 1\]"):
+        sample(jnp.ones((2, 40)), params, positions, jnp.ones((2, 1), jnp.int32), implementation="xla")
+    with pytest.raises(ValueError, match=r"top_k must have shape \[3\]"):
+        sample(
+            jnp.ones((3, 40)),
+            RowParams(*(jnp.ones(3),) * 3, params.top_k, params.seed),
+            positions,
+            implementation="xla",
+        )

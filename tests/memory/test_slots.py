@@ -148,3 +148,64 @@ def test_page_writes_keep_a_copy_in_step(slots, steps):
             device[rows[order], index[order]] = pages[order]
             assert np.array_equal(device, table.page_table)
         assert table.free_slots() == list(free)
+
+
+def test_gathered_rows_follow_the_table():
+    table = SlotTable(3, 16, 1)
+    a, b = request("a", stop_ids=(2, 9), stream=True), request("b", prompt=(8,), max_new=6, stream=True)
+    table.attach(a, 1)
+    table.attach(b, 1)
+    slots = i32(2, 1)
+    epochs = table.epoch[slots]
+    rows = table.rows(slots, epochs)
+    assert table.rows(slots, epochs) is rows
+    assert rows.starts.tolist() == [2 * table.tokens.shape[1] + 1, table.tokens.shape[1] + 3]
+    assert rows.caps.tolist() == [6, 4]
+    assert [ids.tolist() for ids in rows.stops] == [[-1, 2], [-1, 9]]
+    assert (rows.all_live, rows.by_hand, rows.streams_each, rows.streams_none) == (True, None, True, False)
+    table.look_at(b)
+    rows = table.rows(slots, epochs)
+    assert rows.by_hand.tolist() == [True, False]
+    assert not rows.streams_each
+    table.detach(b)
+    rows = table.rows(slots, epochs)
+    assert rows.live.tolist() == [False, True]
+    assert not rows.all_live
+    table.attach(request("c", stream=True), 2)
+    table.attach(request("d"), 1)
+    one = i32(3)
+    assert not table.rows(one, table.epoch[one]).streams_each  # every second token only
+    other = i32(2)
+    rows = table.rows(other, table.epoch[other])
+    assert rows.streams_none
+    assert table.rows(i32(2), rows.epochs) is not rows
+
+
+@given(st.lists(st.lists(st.sampled_from([1, 2, 3]), unique=True, min_size=1), min_size=1, max_size=8))
+def test_append_rows_is_append_for_a_batch(batches):
+    """Against lists: each batch appends one token a row."""
+    table, lists = SlotTable(3, 16, 1), {1: [], 2: [], 3: []}
+    for rid, n in zip("abc", (2, 5, 3)):
+        table.attach(request(rid, prompt=range(1, n + 1)), 1)
+    for turn, batch in enumerate(batches):
+        slots = i32(*batch)
+        tokens = slots * 10 + turn
+        for slot, token in zip(batch, tokens.tolist()):
+            lists[slot].append(token)
+        rows = table.rows(slots, table.epoch[slots])
+        lens = table.append_rows(rows, tokens, tokens.astype(np.float32))
+        assert lens.tolist() == [len(lists[slot]) for slot in batch]
+        assert table.last_tokens(rows, lens).tolist() == tokens.tolist()
+    for slot, expected in lists.items():
+        assert table.outputs(slot).tolist() == expected
+        assert table.output_logprobs(slot).tolist() == expected
+
+
+def test_the_writes_of_one_decode_step_are_a_copy():
+    table = SlotTable(2, 16, 1)
+    slots, index, pages = i32(1, 2), i32(3, 4), i32(8, 9)
+    table.set_pages(slots, index, pages)
+    writes = table.take_page_writes()
+    assert writes.tolist() == [[1, 2], [3, 4], [8, 9]]
+    slots[:] = index[:] = pages[:] = 0
+    assert writes.tolist() == [[1, 2], [3, 4], [8, 9]]

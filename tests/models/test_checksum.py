@@ -2,6 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxoverlap.kernels.backend import Kernels
 from jaxoverlap.models.checksum import ChecksumConfig, ChecksumModel
 from jaxoverlap.models.paged import PagedContext
 
@@ -64,7 +65,9 @@ def test_reads_the_cache_through_the_page_table(page_size):
 
     def run(cache):
         arrays = (np.zeros(len(ids)), rows, locs, table, lens, starts, extend, np.maximum(starts + extend - 1, 0))
-        context = PagedContext(*(jnp.array(a, jnp.int32) for a in arrays), page_size, num_locs, False)
+        context = PagedContext(
+            *(jnp.array(a, jnp.int32) for a in arrays), page_size, num_locs, False, Kernels.choose("auto", "cpu")
+        )
         hidden, (stored,) = model(jnp.array(ids, jnp.int32), context, (jnp.array(cache),))
         return np.asarray(model.logits(hidden[context.last_tokens])), np.asarray(stored)
 

@@ -1,4 +1,4 @@
-"""Llama and Mistral against a float64 forward written from the formulas, and against the demo model's goldens."""
+"""Llama, Mistral and Qwen against a float64 forward written from the formulas, and the demo model's goldens."""
 
 import json
 import math
@@ -15,9 +15,11 @@ from helpers_models import TINY_CONFIG, DenseContext, make_hf_dir, tiny_weights
 from jaxoverlap.checkpoint.errors import CheckpointError
 from jaxoverlap.checkpoint.fields import Fields
 from jaxoverlap.config import EngineConfig
+from jaxoverlap.kernels.backend import Kernels
 from jaxoverlap.models import registry
 from jaxoverlap.models.llama import llama_config, mistral_config
 from jaxoverlap.models.paged import PagedContext
+from jaxoverlap.models.qwen3 import qwen2_config, qwen3_config
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "data" / "smollm2_goldens.json").read_text())["cases"]
 LLAMA3 = {
@@ -58,6 +60,9 @@ def reference_logits(config: dict, weights: dict[str, np.ndarray], ids: list[int
     def linear(x, name):
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
+    def normed(heads, name):
+        return norm(heads, name) if f"{name}.weight" in w else heads
+
     def rotated(vector, position):
         out = np.empty(hd)
         for i in range(hd // 2):
@@ -70,6 +75,7 @@ def reference_logits(config: dict, weights: dict[str, np.ndarray], ids: list[int
         at = f"model.layers.{layer}"
         h = norm(x, f"{at}.input_layernorm")
         q, k, v = (linear(h, f"{at}.self_attn.{p}_proj").reshape(len(ids), -1, hd) for p in "qkv")
+        q, k = normed(q, f"{at}.self_attn.q_norm"), normed(k, f"{at}.self_attn.k_norm")
         attended = np.zeros((len(ids), heads, hd))
         for t in range(len(ids)):
             for head in range(heads):
@@ -106,6 +112,15 @@ CASES = {
     "linear scaling": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None, "rope_theta": 1e6},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24, "rope_theta": 1e6},
+    "qwen3, biases, no tie": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "sliding_window": 16,
+    },
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6, "max_window_layers": 1, "sliding_window": None},
 }
 
 
@@ -176,7 +191,10 @@ def paged_context(pages, starts, lens, page_size, num_locs):
         "last_tokens": q_starts + lens - 1,
     }
     arrays = {name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()}
-    return PagedContext(**arrays, page_size=page_size, num_locs=num_locs, is_decode=all(n == 1 for n in lens))
+    kernels = Kernels.choose("auto", "cpu")
+    return PagedContext(
+        **arrays, page_size=page_size, num_locs=num_locs, is_decode=all(n == 1 for n in lens), kernels=kernels
+    )
 
 
 @pytest.mark.demo
@@ -247,6 +265,16 @@ def test_config_defaults_of_each_family():
     assert (llama.num_kv_heads, llama.max_position_embeddings, llama.rope.theta, llama.head_dim) == (4, 2048, 1e4, 8)
     mistral = parse(mistral_config, **absent, num_attention_heads=16, sliding_window=64)
     assert (mistral.num_kv_heads, mistral.max_position_embeddings, mistral.sliding_window) == (8, 131072, 64)
+
+
+def test_qwens_window_counts_only_where_it_is_switched_on():
+    assert parse(qwen2_config, sliding_window=64).sliding_window is None
+    assert parse(qwen2_config, sliding_window=64, use_sliding_window=True).sliding_window == 64
+    absent = {name: v for name, v in TINY_CONFIG.items() if name not in ("head_dim", "max_position_embeddings")}
+    qwen3 = qwen3_config(Fields(absent, "config.json"), "float32")
+    assert (qwen3.head_dim, qwen3.max_position_embeddings, qwen3.qkv_bias, qwen3.qk_norm) == (128, 32768, False, True)
+    qwen2 = qwen2_config(Fields(absent, "config.json"), "float32")
+    assert (qwen2.head_dim, qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (8, True, False, False)
 
 
 def test_rope_parameters_hold_theta_and_scaling():

@@ -1,5 +1,5 @@
-"""Random loads over every policy, pool and page size (tests/README.md H1-H3), as a state machine: both loops are given the same
-operations, and the books are audited after every turn.
+"""Random loads over every policy, pool and page size (tests/README.md H1-H3), as a state machine: both loops are given
+the same operations, and the books are audited after every turn.
 
 Every request that nobody aborts must end, with the same tokens in both loops and as the oracle says.
 """
@@ -23,13 +23,22 @@ def configs(draw):
     chunk = draw(st.sampled_from([-1, 4, 8, 16]))
     if chunk > 0:
         chunk = -(-chunk // page) * page
+    policy = draw(st.sampled_from(["fcfs", "lpm", "lof", "dfs-weight", "random"]))
+    priorities = {}
+    if policy in ("fcfs", "lof") and draw(st.booleans()):
+        priorities = {
+            "enable_priority_scheduling": True,
+            "schedule_low_priority_values_first": draw(st.booleans()),
+            "disable_priority_preemption": draw(st.booleans()),
+        }
     return {
+        **priorities,
         "page_size": page,
         "max_total_tokens": max(pool, 5 * page if drafts else 3 * page),
         "max_running_requests": draw(st.integers(1, 5)),
         "chunked_prefill_size": chunk,
         "max_prefill_tokens": draw(st.sampled_from([15, 32, 16384])),
-        "schedule_policy": draw(st.sampled_from(["fcfs", "lpm", "lof", "dfs-weight", "random"])),
+        "schedule_policy": policy,
         "enable_mixed_chunk": chunk > 0 and not drafts and draw(st.booleans()),
         "disable_radix_cache": draw(st.booleans()),
         "stream_interval": draw(st.integers(1, 3)),
@@ -37,10 +46,7 @@ def configs(draw):
         "retract_decode_steps": draw(st.integers(1, 5)),
         "disable_consecutive_prefill_overlap": draw(st.booleans()),
         "strict_aliasing": draw(st.booleans()),
-        "enable_priority_scheduling": draw(st.booleans()),
-        "schedule_low_priority_values_first": draw(st.booleans()),
-        "disable_priority_preemption": draw(st.booleans()),
-        "overrun": "sglang" if drafts else draw(st.sampled_from(["sglang", "skip-known"])),
+        "overrun": draw(st.sampled_from(["sglang", "skip-known"])),
         "finish_order": draw(st.sampled_from(["sglang", "stop-first"])),
         "random_seed": 0,
         "speculative_num_steps": 2 if drafts else 0,
@@ -59,7 +65,7 @@ class RandomLoads(RuleBasedStateMachine):
     @rule(
         own=st.lists(TOKENS, min_size=1, max_size=14),
         shared=st.integers(0, 12),
-        max_new_tokens=st.integers(1, 20),
+        max_new_tokens=st.integers(0, 20),
         ignore_eos=st.booleans(),
         priority=st.sampled_from([None, 0, 5, 50]),
         eos_at=st.sampled_from([None, None, None, 0, 1, 4, 9]),
@@ -72,7 +78,7 @@ class RandomLoads(RuleBasedStateMachine):
         if config.verify_reserve:  # SGLang's cap leaves no room for it: a request alone may run out of pages
             room = config.max_total_tokens - 2 * config.verify_reserve - 3 * config.page_size
             prompt = prompt[: max(1, room - 1)]
-            max_new_tokens = max(1, min(max_new_tokens, room - len(prompt)))
+            max_new_tokens = max(0, min(max_new_tokens, room - len(prompt)))
         for h in self.both:
             if eos_at is not None:
                 h.scripts[rid] = {eos_at: 2}
@@ -92,7 +98,14 @@ class RandomLoads(RuleBasedStateMachine):
         for h in self.both:
             h.scheduler.abort(rid)
 
-    @rule(mode=st.sampled_from(["in_place", "retract"]))
+    @precondition(lambda self: self.both[0].requests)
+    @rule()
+    def abort_all(self):
+        self.aborted |= set(self.both[0].requests)
+        for h in self.both:
+            h.scheduler.abort(abort_all=True)
+
+    @rule(mode=st.sampled_from(["in_place", "retract", "abort"]))
     def pause(self, mode):
         self.is_paused = True
         for h in self.both:

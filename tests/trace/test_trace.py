@@ -131,8 +131,9 @@ def test_window_is_in_the_middle_and_holds_the_host_work_before():
 def test_chrome_trace():
     events = chrome_trace({"normal": normal_trace(2), "overlap": overlap_trace(2)})["traceEvents"]
     names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] in ("process_name", "thread_name")}
-    assert names == {(p, n) for p, loop in ((1, "normal"), (2, "overlap")) for n in (loop, "host", "device")}
-    steps = [e for e in events if e["ph"] == "X" and e["pid"] == 1 and e["tid"] == 2]
+    lanes = ("host", "launch", "device", "wait")
+    assert names == {(p, n) for p, loop in ((1, "normal"), (2, "overlap")) for n in (loop, *lanes)}
+    steps = [e for e in events if e["ph"] == "X" and e["pid"] == 1 and e["tid"] == 3]
     assert [e["name"] for e in steps] == ["DECODE 1", "DECODE 2"]
     assert [(e["ts"], e["dur"]) for e in steps] == [pytest.approx((1000, 7000)), pytest.approx((11000, 7000))]
 
@@ -140,9 +141,10 @@ def test_chrome_trace():
 def test_records_are_flat():
     records = normal_trace(1).records()
     assert len(records) == 5
-    assert records[-1] == {
+    assert [r["lane"] for r in records] == ["host", "host", "launch", "device", "wait"]
+    assert records[3] == {
         "lane": "device", "kind": "step", "begin": 1 * MS, "end": 8 * MS,
-        "turn": 1, "launch": 1, "mode": "DECODE", "rows": 1,
+        "turn": 1, "launch": 1, "mode": "DECODE", "rows": 1, "cause": "",
     }  # fmt: skip
 
 

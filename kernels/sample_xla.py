@@ -1,72 +1,40 @@
-"""Sampling: one token a row, from that row's logits, parameters, seed and position alone.
-
-The kept ids are a prefix of the ids in order of falling logit, the lower id first among equals, as SGLang's joint rule:
-at most `top_k` of them; while the probability of those before is at most `top_p`; and at least `min_p` times the
-largest probability; probabilities are those of the whole row after temperature. One kept id is then drawn by Gumbel's
-trick with a key folded from (seed, position). Thresholds are found by bisection over the floats' bits, not by a sort.
-"""
+"""The XLA twin of kernels/sample.py; that module's wrapper says what the arguments are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoverlap.device.state import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P
-from jaxoverlap.sampling_params import GREEDY_TEMPERATURE
+from jaxoverlap.kernels.noise import gumbel, step_key
+
+if TYPE_CHECKING:
+    from jaxoverlap.kernels.sample import RowParams
 
 _BITS = 32
 _LOWEST = jnp.iinfo(jnp.int32).min
 
 
-@dataclass(frozen=True)
-class RowParams:
-    """Sampling parameters of a batch's rows, each [B]."""
-
-    temperature: jax.Array  # f32
-    top_p: jax.Array  # f32
-    min_p: jax.Array  # f32
-    top_k: jax.Array  # int32, below 1: off
-    seed: jax.Array  # uint32
-
-    @classmethod
-    def unpack(cls, columns: jax.Array) -> RowParams:
-        """From rows of `State.params`, int32 [B, PARAM_COLUMNS]."""
-        floats = lax.bitcast_convert_type(columns[:, TEMPERATURE : MIN_P + 1], jnp.float32)
-        seed = lax.bitcast_convert_type(columns[:, SEED], jnp.uint32)
-        return cls(floats[:, 0], floats[:, TOP_P], floats[:, MIN_P], columns[:, TOP_K], seed)
-
-
 def sample(
     logits: jax.Array,
     params: RowParams,
+    greedy: jax.Array,
     positions: jax.Array,
-    mask: jax.Array | None = None,
-    forced: jax.Array | None = None,
+    mask: jax.Array | None,
+    forced: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """One token a row, and its log-probability under the unchanged logits: int32 [B], f32 [B].
-
-    logits f32 [B, V]; positions int32 [B] of the tokens to come; mask int32 [B, ceil(V / 32)], bit i % 32 of word i //
-    32 allows id i; forced int32 [B], the row's token where not negative.
-
-    Greedy rows (temperature below 1e-6, or top_k 1) take the largest logit, the lowest id among equals.
-    """
+    """`greedy` bool [B]: rows that take their largest logit."""
     allowed = logits if mask is None else jnp.where(unpack_mask(mask, logits.shape[1]), logits, -jnp.inf)
-    greedy = (params.temperature < GREEDY_TEMPERATURE) | (params.top_k == 1)
     best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
     drawn = lax.cond(jnp.all(greedy), lambda: best, lambda: _draw(allowed, params, positions, greedy))
     tokens = jnp.where(greedy, best, drawn)
     if forced is not None:
         tokens = jnp.where(forced >= 0, forced, tokens)
-    return tokens, logprobs_of(logits, tokens)
-
-
-def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 def unpack_mask(mask: jax.Array, vocab_size: int) -> jax.Array:
@@ -77,14 +45,10 @@ def unpack_mask(mask: jax.Array, vocab_size: int) -> jax.Array:
 
 def _draw(logits: jax.Array, params: RowParams, positions: jax.Array, greedy: jax.Array) -> jax.Array:
     scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
-    noise = jax.vmap(lambda seed, position: _gumbel(seed, position, logits.shape[1]))(params.seed, positions)
+    keys = step_key(params.seed[:, None], positions[:, None])
+    noise = gumbel(keys, jnp.arange(logits.shape[1], dtype=jnp.int32)[None])
     kept = _kept(scaled, params, greedy)
     return jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
-
-
-def _gumbel(seed: jax.Array, position: jax.Array, size: int) -> jax.Array:
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
-    return jax.random.gumbel(key, (size,), jnp.float32)
 
 
 def _kept(scaled: jax.Array, params: RowParams, greedy: jax.Array) -> jax.Array:

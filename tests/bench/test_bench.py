@@ -1,0 +1,151 @@
+"""The benches run as their commands say, and their figures hang together. No time is asserted."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers_models import make_hf_dir
+
+from jaxoverlap import Engine
+from jaxoverlap.bench import offline
+from jaxoverlap.bench.fused import FusedDecode
+from jaxoverlap.bench.host import PARTS
+from jaxoverlap.bench.load import Load
+from jaxoverlap.cli import main
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.device.simulated import SimulatedRunner
+from jaxoverlap.driver import Driver
+
+
+def run(capsys, command):
+    assert main(f"bench {command} --json -".split()) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_host(capsys):
+    data = run(capsys, "host --batch 1,5 --waiting 7 --turns 40")["host"]
+    assert list(data) == ["1", "5"]
+    for x in data.values():
+        assert list(x["parts_us"]) == list(PARTS)
+        assert sum(x["parts_us"].values()) == pytest.approx(x["turn_us"])
+        assert x["turn_us_p10"] <= x["turn_us"] <= x["turn_us_p90"]
+        assert x["turn_us_none_waiting"] > 0
+        assert x["waiting"] == 7
+    assert data["1"]["of_sglang"] == [data["1"]["turn_us"] / 690, data["1"]["turn_us"] / 400]
+    assert "of_sglang" not in data["5"]
+
+
+def test_host_table_says_what_it_measured(capsys):
+    assert main(["bench", "host", "--batch", "2", "--turns", "20"]) == 0
+    out = capsys.readouterr().out
+    assert "compose" in out
+    assert "batch 2: tracing adds" in out
+
+
+def test_overlap(capsys):
+    rows = run(capsys, "overlap --step-ms 1 --ratios 0.5,2 --turns 16")["overlap"]
+    assert len(rows) == 2
+    for x in rows:
+        assert {"host_ms", "device_ms", "normal_ms", "overlap_ms", "hidden"} <= x.keys()
+        saved = x["normal_ms"] - x["overlap_ms"]
+        assert x["hidden"] == pytest.approx(saved / min(x["host_ms"], x["device_ms"]))
+        assert x["of_bound"] == pytest.approx(x["overlap_ms"] / max(x["host_ms"], x["device_ms"]))
+        assert x["normal_ms"] >= x["device_ms"]  # a normal turn waits for the step that it launched
+    assert rows[1]["host_ms"] >= 2  # the busy loop lasts at least as long as it is told to
+
+
+def test_launch(capsys):
+    data = run(capsys, "launch --model checksum --batch 2 --turns 5 --skip-warmup")["launch"]
+    assert data["model"] == "checksum"
+    x = data["batches"]["2"]
+    assert x["leaves"] == 0
+    assert x["ratio"] == x["launch_us"] / x["bare_jit_us"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_hf_dir(tmp_path_factory.mktemp("tiny"))
+
+
+def test_offline(capsys, tiny):
+    flags = "--batch 2 --requests 5 --turns 6 --skip-warmup --dtype float32"
+    x = run(capsys, f"offline --model {tiny} {flags}")["offline"]["batches"]["2"]
+    load = offline.arrivals(5, 0.1, 248)
+    assert x["requests"] == 5
+    assert x["prompt_tokens"] == sum(a.prompt for a in load)
+    assert x["output_tokens"] == sum(a.output for a in load)
+    for name in ("step_ms", "hand_written_ms", "ttft_ms", "tpot_ms"):
+        assert 0 < x[name]["p50"] <= x[name]["p90"]
+    assert x["ratio"] == pytest.approx(x["step_ms"]["p50"] / x["hand_written_ms"]["p50"])
+
+
+BIASED = {"attention_bias": True, "tie_word_embeddings": False}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+@pytest.mark.parametrize("more", [BIASED, QWEN3])
+def test_the_hand_written_step_decodes_what_the_engine_does(tmp_path, more):
+    directory = make_hf_dir(tmp_path, **more)
+    prompts = [[5, 9, 33, 70], [100, 7, 8, 1]]
+    settings = {"max_running_requests": 2, "context_length": 64, "max_total_tokens": 128, "skip_warmup": True}
+    with Engine(str(directory), dtype="float32", **settings) as engine:
+        params = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+        expected = [r["output_ids"] for r in engine.generate(input_ids=prompts, sampling_params=params)]
+        fused = FusedDecode(engine.model.module, 2, 20)
+        caches = fused.empty_caches()
+        for position, column in enumerate(np.array(prompts, np.int32).T):
+            caches, tokens, _ = fused.step(caches, jnp.asarray(column), jnp.int32(position))
+        got = [tokens]
+        for position in range(4, 15):
+            caches, tokens, after = fused.step(caches, tokens, jnp.int32(position))
+            assert after == position + 1
+            got.append(tokens)
+    assert np.array(got).T.tolist() == expected
+
+
+def test_arrivals_are_the_recorded_ones_scaled():
+    load = offline.arrivals(3, 0.5, 1000)
+    assert [(a.prompt, a.output) for a in load] == [(187, 22), (198, 54), (440, 28)]
+    assert [a.seconds for a in load] == [0.0, 4.315, 4.542]
+    assert all(a.prompt + a.output <= 40 and a.output >= 2 <= a.prompt for a in offline.arrivals(512, 1.0, 40))
+    assert len(offline.arrivals(512, 1.0, 40)) == 512
+    spread = offline.spread(load, rate=4.0)
+    assert [a.seconds for a in spread] == pytest.approx([0.0, 0.5 * 4.315 / 4.542, 0.5])
+
+
+def test_a_load_that_never_decodes_says_so():
+    config = EngineConfig(device="simulated", step_ms=0.0, max_running_requests=1, max_total_tokens=64)
+    runner = SimulatedRunner(config, max_total_tokens=64, context_length=64)
+    more = {"context_length": 64, "vocab_size": 1000, "count": 2, "prompt_len": 4, "max_new_tokens": 4}
+    load = Load(config, Driver(runner), ignore_eos=True, **more)
+    with pytest.raises(RuntimeError, match="not 2"):
+        load.turn_until_decoding(2)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("host --turns 5000", "--turns must be at most"),
+        ("host --batch 0", "'0' must be an int of at least 1"),
+        ("host --waiting=-1", "'-1' must be an int of at least 0"),
+        ("overlap --ratios 0.5,x", "'x' must be a number above 0"),
+        ("overlap --step-ms 0", "'0' must be a number above 0"),
+        ("offline --requests 513", "--requests must be at most 512"),
+        ("offline --model checksum --max-total-tokens 4000 --context-length 20", "context_length must be at least"),
+        ("launch --model checksum --json /no/such/x.json", "--json"),
+        ("launch --step-ms 3", "unrecognized arguments"),
+    ],
+)
+def test_mistakes_are_usage_errors(capsys, command, message):
+    try:
+        code = main(f"bench {command}".split())
+    except SystemExit as e:
+        code = e.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_offline_needs_weights(capsys):
+    assert main(["bench", "offline", "--model", "checksum", "--batch", "1", "--skip-warmup"]) == 1
+    assert "bench offline needs a decoder with weights, not checksum" in capsys.readouterr().err

@@ -1,0 +1,46 @@
+"""EngineConfig: what is accepted is enforced, what is not is refused by name."""
+
+import numpy as np
+import pytest
+
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"page_size": 0}, ["page_size", "1"]),
+        ({"page_size": 3}, ["chunked_prefill_size", "page_size 3"]),
+        ({"max_total_tokens": 10, "page_size": 4}, ["max_total_tokens", "page_size 4"]),
+        ({"stream_interval": 1 << 31}, ["stream_interval", "2147483647"]),
+        ({"schedule_conservativeness": float("nan")}, ["schedule_conservativeness", "finite"]),
+        ({"schedule_policy": "sjf"}, ["schedule_policy", "fcfs"]),
+        ({"enable_mixed_chunk": True, "chunked_prefill_size": -1}, ["enable_mixed_chunk", "chunked_prefill_size"]),
+        ({"enable_priority_scheduling": True, "schedule_policy": "lpm"}, ["enable_priority_scheduling", "lpm"]),
+        ({"schedule_low_priority_values_first": True}, ["schedule_low_priority_values_first", "enable_priority"]),
+        ({"priority_scheduling_preemption_threshold": 3}, ["threshold", "enable_priority_scheduling"]),
+        ({"disable_priority_preemption": True}, ["disable_priority_preemption", "enable_priority_scheduling"]),
+        ({"random_seed": -1}, ["random_seed", "0"]),
+    ],
+)
+def test_refused(settings, parts):
+    with pytest.raises(ValueError) as e:  # noqa: PT011
+        EngineConfig(**settings)
+    for part in parts:
+        assert part in str(e.value)
+
+
+def test_an_unknown_variable_is_named():
+    with pytest.raises(ValueError, match="JAXOVERLAP_PAGE_SIZES"):
+        EngineConfig.check_environment({"JAXOVERLAP_PAGE_SIZES": "4"})
+    with pytest.raises(ValueError, match="JAXOVERLAP_PAGE_SIZE: 'four' is no int"):
+        EngineConfig.check_environment({"JAXOVERLAP_PAGE_SIZE": "four"})
+
+
+def test_numpy_numbers_are_numbers():
+    params = SamplingParams(
+        max_new_tokens=np.int64(4), temperature=np.float32(0.5), top_k=np.int32(3), ignore_eos=np.bool_(True)
+    )
+    assert params == SamplingParams(max_new_tokens=4, temperature=0.5, top_k=3, ignore_eos=True)
+    assert EngineConfig(page_size=np.int64(2)).page_size == 2
