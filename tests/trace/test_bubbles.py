@@ -199,3 +199,19 @@ def test_a_recorder_gives_what_it_has_so_far():
         first = len(recorder.trace().host)
         engine.generate(input_ids=[6], sampling_params={"max_new_tokens": 2, "temperature": 0.0})
         assert len(recorder.trace().host) > first > 0
+
+
+def test_a_turn_leaves_few_entries_in_the_log():
+    """What recording costs is what it appends: no objects a row, no more with more rows."""
+    lengths = set()
+    for rows in (1, 4):
+        with host_engine(max_total_tokens=512) as engine:
+            recorder = Recorder(engine.runner)
+            engine._loop.driver = engine._scheduler.watch = recorder
+            ids = [[5 + i] for i in range(rows)]
+            engine.generate(input_ids=ids, sampling_params={"max_new_tokens": 100, "ignore_eos": True})
+            turns = recorder._log.count(read.TURN)
+            lengths.add(len(recorder._log) // engine.metrics()["turns"])
+            assert turns >= 100
+    assert len(lengths) == 1
+    assert lengths.pop() < 40
