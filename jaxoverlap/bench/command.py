@@ -122,6 +122,8 @@ def run_offline(args: argparse.Namespace) -> int:
     check_json_flag(args)
     if args.requests > ARRIVALS:
         raise UsageError(f"--requests must be at most {ARRIVALS}, not {args.requests}")
+    if args.turns < 4:
+        raise UsageError(f"--turns must be at least 4, not {args.turns}")
     config = _model_config(args, max(256, 48 + args.turns))
     with bars() as report:
         from jaxoverlap.bench import offline
@@ -143,7 +145,7 @@ def run_offline(args: argparse.Namespace) -> int:
         runner.shutdown()
     title = f"{config.model_path}: ms a decode step, then {args.requests} recorded arrivals, lengths x {args.scale:g}"
     offline.show(console(args), figures, title)
-    write_json(args, {"offline": {"model": config.model_path, "batches": figures}})
+    write_json(args, {"offline": {"model": config.model_path, **figures}})
     return 0
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jaxoverlap.bench import transformers_row
 from jaxoverlap.bench.fused import FusedDecode
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.device.runner import JaxRunner
@@ -97,26 +98,51 @@ def serve(engine: Engine, load: Sequence[Arrival]) -> dict[str, Any]:
     }
 
 
-def decode_steps(engine: Engine, model: Decoder, batch: int, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of decode steps of `batch` rows: the engine's, and the hand-written one's; they take turns."""
-    rng = np.random.default_rng(0)
+def engine_steps(engine: Engine, prompts: np.ndarray, steps: int) -> tuple[list[float], np.ndarray]:
+    """Seconds of the decode steps of `prompts` int [B, P] together, and the tokens, int [B, steps]."""
+    engine.flush_cache()
     params = {"max_new_tokens": steps, "temperature": 0.0, "ignore_eos": True}
+    tokens = np.zeros((len(prompts), steps), np.int64)
+    with engine.trace() as trace:
+        for result in engine.generate(input_ids=prompts.tolist(), sampling_params=params, stream=True):
+            tokens[result["index"], : len(result["output_ids"])] = result["output_ids"]
+    full = {s.launch for s in trace.host if s.kind == "wait" and s.rows == len(prompts)}
+    trace.host = [s for s in trace.host if s.launch in full]
+    return step_times(trace), tokens
+
+
+def decode_steps(
+    engine: Engine, model: Decoder, other: Any, batch: int, steps: int, report: Report
+) -> dict[str, dict[str, Any]]:
+    """Decode steps of `batch` rows: the engine's, the hand-written one's, and those of `other`, a model of transformers
+    or None. They take turns."""
+    rng = np.random.default_rng(0)
     fused = FusedDecode(model, batch, STEP_PROMPT + steps)
     first = jnp.asarray(rng.integers(3, model.config.vocab_size, batch), jnp.int32)
     fused.time(first, STEP_PROMPT, 3)  # compiles
-    ours: list[float] = []
-    hand: list[float] = []
-    for _ in range(ROUNDS):
-        engine.flush_cache()
-        prompts = rng.integers(3, model.config.vocab_size, (batch, STEP_PROMPT)).tolist()
-        with engine.trace() as trace:
-            for _ in engine.generate(input_ids=prompts, sampling_params=params, stream=True):
-                pass
-        full = {s.launch for s in trace.host if s.kind == "wait" and s.rows == batch}
-        trace.host = [s for s in trace.host if s.launch in full]
-        ours += step_times(trace)
-        hand += fused.time(first, STEP_PROMPT, steps)
-    return ours, hand
+    if other is not None:
+        report(f"torch.compile, batch {batch}", 0, 0)
+        static = transformers_row.StaticDecode(other, batch, STEP_PROMPT + steps)
+        static.warm_up()
+        report(f"torch.compile, batch {batch}", 1, 1)
+    times: dict[str, list[float]] = {name: [] for name in ("step", "hand_written", *transformers_row.VARIANTS)}
+    same = steps
+    for i in range(ROUNDS):
+        report(f"decode steps, batch {batch}", i, ROUNDS)
+        prompts = rng.integers(3, model.config.vocab_size, (batch, STEP_PROMPT))
+        seconds, tokens = engine_steps(engine, prompts, steps)
+        times["step"] += seconds
+        times["hand_written"] += fused.time(first, STEP_PROMPT, steps)
+        for variant in transformers_row.VARIANTS if other is not None else ():
+            seconds, theirs = static.time(prompts, steps, variant)
+            times[variant] += seconds
+            same = min(same, transformers_row.same_tokens(tokens, theirs))
+    report(f"decode steps, batch {batch}", ROUNDS, ROUNDS)
+    figures: dict[str, dict[str, Any]] = {f"{n}_ms": percentiles(times[n]) for n in ("step", "hand_written")}
+    if other is not None:
+        row = {f"{n}_ms": percentiles(times[n]) for n in transformers_row.VARIANTS}
+        figures["transformers"] = {**row, "tokens": steps, "same_tokens": same}
+    return figures
 
 
 def measure(
@@ -131,40 +157,45 @@ def measure(
     steps: int,
     report: Report,
 ) -> dict[str, Any]:
-    """{batch: figures}. Requests arrive at `load` times the rate at which `batch` slots would just be busy with decode
-    steps. Raises ValueError for a model that is no Decoder: the hand-written step is one."""
+    """{"transformers": one line about that row, "batches": {batch: figures}}. Requests arrive at `load` times the rate
+    at which `batch` slots would just be busy with decode steps. Raises ValueError for a model that is no Decoder: the
+    hand-written step is one."""
     module = model.module  # type: ignore[attr-defined]
     if not isinstance(module, Decoder):
         raise ValueError(f"bench offline needs a decoder with weights, not {model.name}")
     assert config.context_length is not None
     assert config.max_total_tokens is not None
+    note, other = transformers_row.why_not(), None
+    if note is None:
+        other = transformers_row.load_model(config.model_path, module.config.dtype)
+        note = transformers_row.describe(other)
     out: dict[str, Any] = {}
     for i, batch in enumerate(batches):
         report("measure", i, len(batches))
         own = dataclasses.replace(config, max_running_requests=batch)
         engine = Engine.from_parts(own, model, runner, config.max_total_tokens)
-        ours, hand = decode_steps(engine, module, batch, steps)
-        step = float(np.median(ours))
+        figures = decode_steps(engine, module, other, batch, steps, report)
+        step = figures["step_ms"]["p50"]
         engine.flush_cache()
         recorded = arrivals(requests, scale, config.context_length - 8)
-        capacity = batch / (step * float(np.mean([a.output for a in recorded])))
+        capacity = batch / (step / 1e3 * float(np.mean([a.output for a in recorded])))
         out[str(batch)] = {
-            "step_ms": percentiles(ours),
-            "hand_written_ms": percentiles(hand),
-            "ratio": step / float(np.median(hand)),
+            **figures,
+            "ratio": step / figures["hand_written_ms"]["p50"],
             **serve(engine, spread(recorded, load * capacity)),
         }
         engine.shutdown()
     report("measure", len(batches), len(batches))
-    return out
+    return {"transformers": note, "batches": out}
 
 
 def show(console: Console, figures: dict[str, Any], title: str) -> None:
     table = Table(title=title, title_justify="left")
     for name in ("batch", "step p50 / p90", "by hand", "ratio", "requests/s", "tokens/s", "TTFT", "TPOT"):
         table.add_column(name, justify="right")
-    for batch, x in figures.items():
+    for batch, x in figures["batches"].items():
         pairs = [f"{x[k]['p50']:.0f} / {x[k]['p90']:.0f}" for k in ("step_ms", "hand_written_ms", "ttft_ms", "tpot_ms")]
         rates = [f"{x['rate_per_s']:.2f}", f"{x['tokens_per_s']:.1f}"]
         table.add_row(batch, *pairs[:2], f"{x['ratio']:.3f}", *rates, *pairs[2:])
     console.print(table)
+    transformers_row.show(console, figures["batches"], figures["transformers"])

@@ -131,6 +131,7 @@ def test_a_load_that_never_decodes_says_so():
         ("host --waiting=-1", "'-1' must be an int of at least 0"),
         ("overlap --ratios 0.5,x", "'x' must be a number above 0"),
         ("overlap --step-ms 0", "'0' must be a number above 0"),
+        ("offline --turns 3", "--turns must be at least 4"),
         ("offline --requests 513", "--requests must be at most 512"),
         ("offline --model checksum --max-total-tokens 4000 --context-length 20", "context_length must be at least"),
         ("launch --model checksum --json /no/such/x.json", "--json"),
