@@ -142,7 +142,7 @@ class JaxRunner:
         range, RuntimeError after `shutdown`."""
         (launch,) = launches
         bucket = self._bucket(launch)
-        _check_range(f"launch {launch.number}: slot", launch.slots, self._rows)
+        _check_range(launch, "slot", launch.slots, self._rows)
         if self._speculator is not None and bucket.is_decode:
             return [self._verify(launch, bucket)]
         cut = launch.delay_sample or launch.mask is not None
@@ -235,9 +235,9 @@ class JaxRunner:
         """Sends the page writes that the step's array has no room for; gives the rest."""
         page_writes = launch.page_writes
         if page_writes.size:
-            limits = (self._rows, self._table_pages, self.num_pages + 1)
-            for name, entries, limit in zip(("slot", "index", "page"), page_writes, limits):
-                _check_range(f"launch {launch.number}: page_writes: {name}", entries, limit)
+            _check_range(launch, "page_writes: slot", page_writes[0], self._rows)
+            _check_range(launch, "page_writes: index", page_writes[1], self._table_pages)
+            _check_range(launch, "page_writes: page", page_writes[2], self.num_pages + 1)
             if self._poison:
                 _check_distinct(launch)
         while page_writes.shape[1] > room:
@@ -261,9 +261,12 @@ def _fetch(array: jax.Array) -> np.ndarray:
     return np.asarray(array)
 
 
-def _check_range(name: str, values: np.ndarray, limit: int) -> None:
-    if values.size and not 0 <= values.min() <= values.max() < limit:
-        raise ValueError(f"{name} must be at least 0 and below {limit}, not {values.min()} to {values.max()}")
+def _check_range(launch: Launch, what: str, values: np.ndarray, limit: int) -> None:
+    """`values` int32."""
+    if values.size and values.view(np.uint32).max() >= limit:  # negative ones too, in one pass
+        raise ValueError(
+            f"launch {launch.number}: {what} must be at least 0 and below {limit}, not {values.min()} to {values.max()}"
+        )
 
 
 def _check_distinct(launch: Launch) -> None:
