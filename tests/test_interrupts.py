@@ -9,6 +9,14 @@ from helpers_engine import check_all_back, host_engine, oracle
 from jaxoverlap.interrupts import HeldInterrupts
 
 
+@pytest.fixture(autouse=True)
+def pythons_own_handler():
+    """A process started in the background ignores SIGINT from the start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
