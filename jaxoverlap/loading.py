@@ -48,13 +48,16 @@ def load(config: EngineConfig, progress: Report | None = None) -> tuple[ServedMo
 
         return simulate(config)
 
+    import jax
+
     from jaxoverlap.device import advice
     from jaxoverlap.device.compile_cache import enable_compilation_cache
-    from jaxoverlap.device.pool import default_max_total_tokens
+    from jaxoverlap.device.pool import check_pool_settings, default_max_total_tokens
     from jaxoverlap.device.runner import JaxRunner
     from jaxoverlap.models import registry
 
     advice.warn(os.environ)
+    check_pool_settings(config, jax.devices()[0].platform)
     enable_compilation_cache(cache_dir() / "compiled")
     model = registry.load(config, progress=report)
     total = config.max_total_tokens

@@ -20,6 +20,17 @@ def cache_bytes(cache_shapes: CacheShapes, num_locs: int) -> int:
     return sum(math.prod(s.shape) * s.dtype.itemsize for s in cache_shapes(num_locs))
 
 
+def check_pool_settings(config: EngineConfig, platform: str) -> None:
+    """Raises ValueError where `mem_fraction_static` is set and would size nothing."""
+    default = type(config).__dataclass_fields__["mem_fraction_static"].default
+    if config.mem_fraction_static == default:
+        return
+    if platform == "cpu":
+        raise ValueError("mem_fraction_static is a share of a GPU's memory: on cpu set max_total_tokens")
+    if config.max_total_tokens is not None:
+        raise ValueError("mem_fraction_static and max_total_tokens both size the KV pool: set one")
+
+
 def default_max_total_tokens(
     cache_shapes: CacheShapes, config: EngineConfig, context_length: int, device: jax.Device | None = None
 ) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.device import pool
-from jaxoverlap.device.pool import default_max_total_tokens
+from jaxoverlap.device.pool import check_pool_settings, default_max_total_tokens
 
 
 def llama_like(num_locs):
@@ -35,3 +35,12 @@ def test_gpu_takes_its_share_of_what_is_left():
     stats["bytes_in_use"] = 9_100_000_000
     with pytest.raises(ValueError, match="raise mem_fraction_static or set max_total_tokens"):
         tokens(device=gpu)
+
+
+def test_a_memory_fraction_that_would_size_nothing_is_refused():
+    check_pool_settings(EngineConfig(max_total_tokens=512), "cpu")
+    check_pool_settings(EngineConfig(mem_fraction_static=0.5), "gpu")
+    with pytest.raises(ValueError, match="on cpu set max_total_tokens"):
+        check_pool_settings(EngineConfig(mem_fraction_static=0.5), "cpu")
+    with pytest.raises(ValueError, match="mem_fraction_static and max_total_tokens both"):
+        check_pool_settings(EngineConfig(mem_fraction_static=0.5, max_total_tokens=512), "gpu")
