@@ -54,19 +54,21 @@ class Buckets:
 
     def for_decode(self, rows: int) -> Bucket:
         """Raises ValueError above the largest."""
-        i = bisect_left(self.decode, rows, key=lambda b: b.rows)
-        if i == len(self.decode):
-            raise ValueError(f"a decode launch of {rows} rows is above max_running_requests {self.decode[-1].rows}")
-        return self.decode[i]
+        for bucket in self.decode:
+            if rows <= bucket.rows:
+                return bucket
+        raise ValueError(f"a decode launch of {rows} rows is above max_running_requests {self.decode[-1].rows}")
 
     def for_extend(self, tokens: int, rows: int) -> Bucket:
         """Raises ValueError above the largest."""
-        i = bisect_left(self.extend, tokens, key=lambda b: b.tokens)
-        if i == len(self.extend):
-            raise ValueError(f"a prefill launch of {tokens} tokens is above the largest, {self.extend[-1].tokens}")
-        if rows > self.extend[i].rows:
-            raise ValueError(f"a prefill launch of {rows} rows is above max_running_requests {self.decode[-1].rows}")
-        return self.extend[i]
+        for bucket in self.extend:
+            if tokens <= bucket.tokens:
+                if rows > bucket.rows:
+                    raise ValueError(
+                        f"a prefill launch of {rows} rows is above max_running_requests {self.decode[-1].rows}"
+                    )
+                return bucket
+        raise ValueError(f"a prefill launch of {tokens} tokens is above the largest, {self.extend[-1].tokens}")
 
 
 def decode_rows(max_running_requests: int) -> tuple[int, ...]:

@@ -40,10 +40,6 @@ class Handle:
         self.outputs: Outputs | None = None
         self.logits: Logits | None = None  # until sampled
 
-    def send_back(self, outputs: Outputs) -> None:
-        self.outputs = outputs
-        outputs.fetched.copy_to_host_async()
-
 
 @dataclass(frozen=True, slots=True)
 class _Resident:
@@ -84,6 +80,7 @@ class JaxRunner:
         self.num_pages = max_total_tokens // config.page_size
         self._rows = config.max_running_requests + 1
         self._table_pages = -(-(context_length + 2 * config.verify_reserve) // config.page_size)
+        self._page_limits = np.array([[self._rows], [self._table_pages], [self.num_pages + 1]], np.uint32)
         self._masks, self._script, self._poison = masks, script, config.poison_future_map
         self._speculator = speculator
         self._resident: _Resident | None = None
@@ -155,7 +152,7 @@ class JaxRunner:
         if not cut:
             sent = self._resident_or(program, packed)
             self._state, outputs = self._call(program, self._weights, self._state, sent)
-            handle.send_back(outputs)
+            self._send_back(handle, outputs)
             if outputs.again is not None:
                 expected = next_packed(program.layout, program.layout.fields(packed), np)
                 self._resident = _Resident(program, expected, outputs.again)
@@ -211,8 +208,13 @@ class JaxRunner:
         packed = pack_verify(program.layout, launch, self._write_pages_ahead(launch, bucket.writes))
         handle = Handle(launch, bucket)
         self._state, outputs = self._call(program, self._weights, self._state, packed)
-        handle.send_back(outputs)
+        self._send_back(handle, outputs)
         return handle
+
+    def _send_back(self, handle: Handle, outputs: Outputs) -> None:
+        handle.outputs = outputs
+        if self._platform != "cpu":  # there `wait` reads the array where it lies
+            outputs.fetched.copy_to_host_async()
 
     def _resident_or(self, program: Program, packed: np.ndarray) -> np.ndarray | jax.Array:
         """What is on the device already, where it equals `packed`: then nothing goes up."""
@@ -235,9 +237,9 @@ class JaxRunner:
         """Sends the page writes that the step's array has no room for; gives the rest."""
         page_writes = launch.page_writes
         if page_writes.size:
-            _check_range(launch, "page_writes: slot", page_writes[0], self._rows)
-            _check_range(launch, "page_writes: index", page_writes[1], self._table_pages)
-            _check_range(launch, "page_writes: page", page_writes[2], self.num_pages + 1)
+            if (page_writes.view(np.uint32) >= self._page_limits).any():
+                for name, values, (limit,) in zip(("slot", "index", "page"), page_writes, self._page_limits.tolist()):
+                    _check_range(launch, f"page_writes: {name}", values, limit)
             if self._poison:
                 _check_distinct(launch)
         while page_writes.shape[1] > room:
@@ -253,7 +255,7 @@ class JaxRunner:
         program = self._programs[f"sample_{handle.bucket.rows}"]
         packed = pack_sample(program.layout, handle.launch, mask)
         self._state, outputs = self._call(program, self._state, logits, packed)
-        handle.send_back(outputs)
+        self._send_back(handle, outputs)
 
 
 def _fetch(array: jax.Array) -> np.ndarray:

@@ -79,7 +79,8 @@ class Steps:
             fields = layout.fields(packed)
             state, logits, faults = self._forward(bucket, weights, state, fields)
             state, fetched = self._sample(state, logits, faults, fields, None)
-            return state, Outputs(fetched, next_packed(layout, fields, jnp) if bucket.is_decode else None)
+            stays = bucket.is_decode and self.page_size > 1  # else every step takes pages
+            return state, Outputs(fetched, next_packed(layout, fields, jnp) if stays else None)
 
         return step
 
