@@ -91,11 +91,12 @@ class RequestFactory:
             raise RequestError(
                 f"sampling_params: {params.grammar_key[0]} is not supported: there is no grammar backend"
             )
-        for t in params.stop_token_ids or ():
-            if t >= self._limits.vocab_size:
-                raise RequestError(
-                    f"sampling_params: stop_token_ids holds {t}, but the vocabulary has {self._limits.vocab_size} ids"
-                )
+        for name in ("stop_token_ids", "logit_bias"):
+            for t in getattr(params, name) or ():
+                if t >= self._limits.vocab_size:
+                    raise RequestError(
+                        f"sampling_params: {name} holds {t}, but the vocabulary has {self._limits.vocab_size} ids"
+                    )
         if params.stop and self._tokenizer is None:
             raise RequestError("sampling_params: stop needs a tokenizer and this model has none; use stop_token_ids")
         return params
