@@ -11,14 +11,16 @@ import dataclasses
 import threading
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jaxoverlap.calls import Call, Ticket, refusal
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import RequestError, Runner
-from jaxoverlap.detokenizer import Detokenizer, byte_tokens
+from jaxoverlap.detokenizer import Detokenizer
 from jaxoverlap.device.buckets import fit_chunk
 from jaxoverlap.driver import Driver
+from jaxoverlap.growing_text import byte_tokens
 from jaxoverlap.loading import OwnedRunner, ServedModel, load
 from jaxoverlap.loop import EngineError, Loop
 from jaxoverlap.progress import Report
@@ -76,7 +78,8 @@ class Engine:
             max_total_tokens=max_total_tokens,
             context_length=model.context_length,
             vocab_size=model.config.vocab_size,
-            decode=None if self.tokenizer is None else self.tokenizer.decode,
+            decode=None if self.tokenizer is None else partial(self.tokenizer.decode, skip_special_tokens=False),
+            byte_ids=self._byte_ids,
         )
         limits = Limits(
             vocab_size=model.config.vocab_size,

@@ -97,8 +97,11 @@ class RequestFactory:
                     raise RequestError(
                         f"sampling_params: {name} holds {t}, but the vocabulary has {self._limits.vocab_size} ids"
                     )
-        if params.stop and self._tokenizer is None:
-            raise RequestError("sampling_params: stop needs a tokenizer and this model has none; use stop_token_ids")
+        for name in ("stop", "stop_regex"):
+            if getattr(params, name) and self._tokenizer is None:
+                raise RequestError(
+                    f"sampling_params: {name} needs a tokenizer and this model has none; use stop_token_ids"
+                )
         return params
 
     def _check_priority(self, priority: Any) -> None:

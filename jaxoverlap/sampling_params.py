@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxoverlap.stop_regex import compile_stop_regex
+
 INT32_MAX = (1 << 31) - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 INTEGERS = (  # name, lowest, highest
@@ -20,7 +22,6 @@ INTEGERS = (  # name, lowest, highest
 )
 GREEDY_TEMPERATURE = 1e-6  # SGLang: below this, greedy
 NOT_ENFORCED: dict[str, Any] = {
-    "stop_regex": None,
     "n": 1,
     "structural_tag": None,
     "custom_params": None,
@@ -42,7 +43,7 @@ class SamplingParams:
     max_new_tokens: int | None = 128
     stop: str | tuple[str, ...] | list[str] | None = None
     stop_token_ids: tuple[int, ...] | list[int] | set[int] | None = None
-    stop_regex: str | list[str] | None = None
+    stop_regex: str | tuple[str, ...] | list[str] | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -69,11 +70,35 @@ class SamplingParams:
         for f in fields(self):
             if f.name != "max_new_tokens" and getattr(self, f.name) is None:
                 self._keep(f.name, f.default)
-        self._keep("stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        self._keep_stops()
+        self._keep_numbers()
+        for name in ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"):
+            if not isinstance(getattr(self, name), (bool, np.bool_)):
+                raise ValueError(f"{name} must be a bool, not {type(getattr(self, name)).__name__}")
+            self._keep(name, bool(getattr(self, name)))
+        for name, off in NOT_ENFORCED.items():
+            value = getattr(self, name)
+            if value != off or isinstance(value, bool) != isinstance(off, bool):
+                raise ValueError(f"{name} is not supported yet: leave it at {off!r}")
+        given = [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
+        for name in given:
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be a string, not {type(getattr(self, name)).__name__}")
+        if len(given) > 1:
+            raise ValueError(f"only one grammar at a time: {' and '.join(given)} were given")
+
+    def _keep_stops(self) -> None:
+        for name in ("stop", "stop_regex"):
+            texts = getattr(self, name)
+            self._keep(name, _strings(name, (texts,) if isinstance(texts, str) else texts))
+        for pattern in self.stop_regex or ():
+            compile_stop_regex(pattern)
         ids = self.stop_token_ids
         if ids is not None and not isinstance(ids, (list, tuple, set, frozenset)):
             raise ValueError(f"stop_token_ids must be a list of ints, not {type(ids).__name__}")
         self._keep("stop_token_ids", tuple(_integer("stop_token_ids", t, 0) for t in ids or ()))
+
+    def _keep_numbers(self) -> None:
         for name, low, high in INTEGERS:
             if getattr(self, name) is not None:
                 self._keep(name, _integer(name, getattr(self, name), low, high))
@@ -89,20 +114,6 @@ class SamplingParams:
         self._keep("logit_bias", _biases(self.logit_bias))
         if self.top_k == 0:
             raise ValueError("top_k must be -1 (off) or at least 1, not 0")
-        for name in ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"):
-            if not isinstance(getattr(self, name), (bool, np.bool_)):
-                raise ValueError(f"{name} must be a bool, not {type(getattr(self, name)).__name__}")
-            self._keep(name, bool(getattr(self, name)))
-        for name, off in NOT_ENFORCED.items():
-            value = getattr(self, name)
-            if value != off or isinstance(value, bool) != isinstance(off, bool):
-                raise ValueError(f"{name} is not supported yet: leave it at {off!r}")
-        given = [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
-        for name in given:
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be a string, not {type(getattr(self, name)).__name__}")
-        if len(given) > 1:
-            raise ValueError(f"only one grammar at a time: {' and '.join(given)} were given")
 
     def _keep(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
