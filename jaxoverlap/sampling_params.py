@@ -19,13 +19,12 @@ INTEGERS = (  # name, lowest, highest
     ("stream_interval", 1, INT32_MAX),
     ("sampling_seed", 0, (1 << 32) - 1),
     ("min_new_tokens", 0, INT32_MAX),
+    ("n", 1, 1 << 14),
 )
 GREEDY_TEMPERATURE = 1e-6  # SGLang: below this, greedy
 NOT_ENFORCED: dict[str, Any] = {
-    "n": 1,
     "structural_tag": None,
     "custom_params": None,
-    "spaces_between_special_tokens": True,
 }
 GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf")
 
@@ -35,7 +34,10 @@ class SamplingParams:
     """How to sample and when to stop; field names and defaults are SGLang 0.5.14's.
 
     `max_new_tokens` None means up to the context length. `temperature` below 1e-6 is greedy (argmax, lowest id on
-    ties). `top_k` -1 is off. `sampling_seed` fixes the request's noise: token i depends on (seed, position) alone.
+    ties). `top_k` -1 is off. `sampling_seed` fixes the request's noise: token i depends on (seed, position) alone; of
+    `n` copies the first has the noise of a request alone, copy i that of RequestFactory.copies. `stop_regex` is
+    searched in the whole output text after every token, and refused where it is not regular (stop_regex.py).
+    `spaces_between_special_tokens` changes nothing: the tokenizers of transformers 5, and ours, put no spaces there.
     `logit_bias` maps token ids, or their digits, to what is added to the logits; kept as {int: float}. None is the
     default of every other field. Raises ValueError naming the field, on construction for types and ranges.
     """
