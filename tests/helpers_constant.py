@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from device.helpers import ConstantModel
 from helpers_engine import model_of
 
@@ -17,6 +19,7 @@ class Constant:
 
     def __init__(self, logits, rows=4):
         self.model = ConstantModel(logits)
+        self.model.config = dataclasses.replace(self.model.config, eos_token_ids=())
         self.settings = {"model_path": "checksum", "max_running_requests": rows, "chunked_prefill_size": 16}
         config = EngineConfig(**self.settings)
         self.runner = JaxRunner(self.model, config, max_total_tokens=TOTAL, context_length=CONTEXT)
