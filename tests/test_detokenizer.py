@@ -251,6 +251,22 @@ def test_h6_stop_string(smollm2, stop, no_stop_trim):
     assert final["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
+@pytest.mark.demo
+@pytest.mark.parametrize("no_stop_trim", [False, True])
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("pattern", [" f.b", "i[a-z]on", r"n\w+\(n", r"\n +if\b"])
+def test_h6_stop_regex(smollm2, pattern, interval, no_stop_trim):
+    golden = fibonacci()
+    whole = smollm2.decode(golden)
+    span = re.search(pattern, whole).span()
+    count = next(n for n in range(1, len(golden)) if re.search(pattern, smollm2.decode(golden[:n])))
+    results, final = scripted(smollm2, golden, interval, stop_regex=["never seen", pattern], no_stop_trim=no_stop_trim)
+    assert final["text"] == whole[: span[no_stop_trim]]
+    assert "".join(texts(results)) == final["text"]
+    assert final["output_ids"] == golden[:count]
+    assert final["meta_info"]["finish_reason"] == {"type": "stop", "matched": pattern}
+
+
 def fibonacci():
     cases = json.loads((Path(__file__).parent / "data" / "smollm2_goldens.json").read_text())["cases"]
     return next(c["output_ids"] for c in cases if c["output_ids"][: len(FIBONACCI)] == FIBONACCI)
