@@ -25,7 +25,10 @@ class Ticket:
     request: Request
     detokenizer: Detokenizer | None  # None: the model has no tokenizer
     call: Call
-    index: int | None = None  # place in a list call
+    index: int | None = None  # place in a list of results
+    group: str = ""  # the id that the caller knows: the request's own, or that of all n copies
+    waits_for: str | None = None  # id of the request that caches its prompt; not submitted before that has ended
+    abort_asked: bool = False
     rendered: int = 0  # output tokens that the detokenizer has had
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -91,7 +94,9 @@ def refusal(rid: Any, message: str, index: int, with_text: bool) -> dict[str, An
 class Call:
     """The requests of one call. Changed under the engine's lock."""
 
+    is_list: bool = False
     tickets: list[Ticket] = field(default_factory=list)
+    ahead: list[Ticket] = field(default_factory=list)  # of requests that copies wait for; they have no results
     refused: list[dict[str, Any]] = field(default_factory=list)
     pending: int = 0  # tickets that have not finished
     news: deque[Ticket] = field(default_factory=deque)  # those with tokens or an end that a stream has not given out

@@ -18,6 +18,7 @@ from jaxoverlap.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from jaxoverlap.memory.radix import Node
     from jaxoverlap.memory.slots import SlotTable
+    from jaxoverlap.scheduler.stop_text import StopText
 
 
 class ForwardMode(enum.Enum):
@@ -39,7 +40,7 @@ class ForwardMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FinishReason:
-    """Why a request ended: `type` is "length", "stop" or "abort"; `matched` the stop token id or string."""
+    """Why a request ended: `type` is "length", "stop" or "abort"; `matched` the stop token id, string or regex."""
 
     type: str
     matched: int | str | None = None
@@ -97,6 +98,7 @@ class Request:
     stop_len: int | None = None  # completion tokens up to the first stop, where a run went past it
     finished_output: bool = False  # the final message has been sent
     is_retracted: bool = False
+    stop_text: StopText | None = None  # how far stop_regex has been searched for
     middle_chunks: int = 0  # launched chunks of an unfinished prompt whose results are not handled yet
 
     slot: int = 0  # 0: holds none

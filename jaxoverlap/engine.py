@@ -11,18 +11,20 @@ import dataclasses
 import threading
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jaxoverlap.calls import Call, Ticket, refusal
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.core import RequestError, Runner
-from jaxoverlap.detokenizer import Detokenizer, byte_tokens
+from jaxoverlap.core import Request, RequestError, Runner
+from jaxoverlap.detokenizer import Detokenizer
 from jaxoverlap.device.buckets import fit_chunk
 from jaxoverlap.driver import Driver
+from jaxoverlap.growing_text import byte_tokens
 from jaxoverlap.loading import OwnedRunner, ServedModel, load
 from jaxoverlap.loop import EngineError, Loop
 from jaxoverlap.progress import Report
-from jaxoverlap.requests import Limits, RequestFactory, RequestInput, split
+from jaxoverlap.requests import Limits, RequestFactory, RequestInput, prompt_alone, split
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.stream import Stream, raise_refused
@@ -76,7 +78,8 @@ class Engine:
             max_total_tokens=max_total_tokens,
             context_length=model.context_length,
             vocab_size=model.config.vocab_size,
-            decode=None if self.tokenizer is None else self.tokenizer.decode,
+            decode=None if self.tokenizer is None else partial(self.tokenizer.decode, skip_special_tokens=False),
+            byte_ids=self._byte_ids,
         )
         limits = Limits(
             vocab_size=model.config.vocab_size,
@@ -108,6 +111,8 @@ class Engine:
         priority: int | Sequence[int] | None = None,
     ) -> Any:
         """One result, or a list of results in the order of a list of prompts; with `stream` an iterator of results.
+        `n` above 1 makes a list too: n results for each prompt, one behind the other. They have the ids `rid_0`,
+        `rid_1`, ..., and their prompt is brought into the prefix cache before they start, as in SGLang.
 
         A result is SGLang's: {"text", "output_ids", "meta_info": {"id", "finish_reason", "prompt_tokens",
         "completion_tokens", "cached_tokens", "e2e_latency" (seconds, once finished), "output_token_logprobs" (with
@@ -130,7 +135,7 @@ class Engine:
             self._loop.abandon(call)
             raise
         results = [t.render(t.snapshot()) for t in call.tickets]
-        if not many:
+        if not call.is_list:
             return raise_refused(results[0])
         return sorted([*results, *call.refused], key=lambda result: result.pop("index"))
 
@@ -146,11 +151,12 @@ class Engine:
         return self.generate(input_ids=ids, sampling_params=sampling_params, **more)
 
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
-        """Ends the unfinished request `rid`, or all; returns when they have ended (while paused: at once, and they end
-        after `continue_generation`). An id that is unknown or has ended is no error."""
+        """Ends the unfinished request `rid` (all its copies, if `n` made some), or all; returns when they have ended
+        (while paused: at once, and they end after `continue_generation`). An id that is unknown or has ended is no
+        error."""
         with self._loop.lock:
-            live = self._loop.tickets
-            tickets = list(live.values()) if abort_all else [live[rid]] if rid in live else []
+            live = self._loop.tickets.values()
+            tickets = [t for t in live if abort_all or rid in (t.request.rid, t.group)]
         self._loop.abort(tickets)
 
     def pause_generation(self, mode: str = "abort") -> None:
@@ -252,20 +258,38 @@ class Engine:
     def _open(self, given: list[RequestInput], many: bool) -> Call:
         """Checks and submits; raises RequestError unless it is a list call."""
         self._loop.check_alive()
-        call = Call()
+        call, index = Call(is_list=many), 0
         with self._intake:
             opened: dict[str, Ticket] = {}
-            for index, one in enumerate(given):
+            for one in given:
                 try:
                     request = self._factory.make(one, ChainMap(opened, self._loop.tickets))
                 except RequestError as e:
                     if not many:
                         raise
                     call.refused.append(refusal(one.rid, str(e), index, self.tokenizer is not None))
+                    index += 1
                     continue
-                detokenizer = None
-                if self.tokenizer is not None:
-                    detokenizer = Detokenizer(self.tokenizer, request.params, self._byte_ids)
-                opened[request.rid] = Ticket(request, detokenizer, call, index if many else None)
-            self._loop.submit(call, opened)
+                copies = self._factory.copies(request)
+                call.is_list |= len(copies) > 1
+                ahead = self._cache_prompt(request, call) if len(copies) > 1 else None
+                for copy in copies:
+                    place = index if call.is_list else None
+                    ticket = Ticket(copy, self._detokenizer(copy), call, place, group=request.rid, waits_for=ahead)
+                    opened[copy.rid] = ticket
+                    index += 1
+            call.tickets = list(opened.values())
+            self._loop.submit(call)
         return call
+
+    def _cache_prompt(self, request: Request, call: Call) -> str | None:
+        """Id of a request that goes ahead of the copies, so that they find the prompt in the prefix cache."""
+        page = self.config.page_size
+        if self.config.disable_radix_cache or (request.prompt_len - 1) // page == 0:
+            return None
+        ahead = prompt_alone(request)
+        call.ahead.append(Ticket(ahead, None, Call(), group=request.rid))
+        return ahead.rid
+
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        return None if self.tokenizer is None else Detokenizer(self.tokenizer, request.params, self._byte_ids)

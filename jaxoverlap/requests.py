@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxoverlap.core import Request, RequestError
 from jaxoverlap.sampling_params import SamplingParams
+
+SEED_STEP = 0x9E3779B9  # 2**32 over the golden ratio, odd: no two copies of a request have the same seed
 
 
 class Encoder(Protocol):
@@ -56,7 +58,7 @@ class RequestFactory:
     def make(self, given: RequestInput, live: Container[str] = ()) -> Request:
         """`live` are the ids in use. Raises RequestError; a refused request draws no seed."""
         params = self._params(given.sampling_params)
-        rid = _rid(given.rid, live)
+        rid = _rid(given.rid, live, params.n)
         for name in ("stream", "return_logprob"):
             if not isinstance(getattr(given, name), (bool, np.bool_)):
                 raise RequestError(f"{name} must be a bool, not {type(getattr(given, name)).__name__}")
@@ -78,6 +80,21 @@ class RequestFactory:
             stop_ids=tuple(dict.fromkeys(stop_ids)),
         )
 
+    def copies(self, request: Request) -> list[Request]:
+        """A new request `params.n` times, with the ids `rid_0`, `rid_1`, ... if n is above 1.
+
+        Copy 0 has the seed that the request would have alone. Copy i has sampling_seed + i * SEED_STEP mod 2**32, or,
+        unseeded, the next draw: SGLang gives all of them one seed, which makes them equal.
+        """
+        n, given = request.params.n, request.params.sampling_seed
+        if n == 1:
+            return [request]
+        if given is None:
+            seeds = [request.seed, *self._seeds.integers(1 << 32, size=n - 1, dtype=np.uint32).tolist()]
+        else:
+            seeds = [(given + i * SEED_STEP) % (1 << 32) for i in range(n)]
+        return [replace(request, rid=f"{request.rid}_{i}", seed=seed) for i, seed in enumerate(seeds)]
+
     def _params(self, given: Any) -> SamplingParams:
         if given is None:
             given = {}
@@ -91,13 +108,17 @@ class RequestFactory:
             raise RequestError(
                 f"sampling_params: {params.grammar_key[0]} is not supported: there is no grammar backend"
             )
-        for t in params.stop_token_ids or ():
-            if t >= self._limits.vocab_size:
+        for name in ("stop_token_ids", "logit_bias"):
+            for t in getattr(params, name) or ():
+                if t >= self._limits.vocab_size:
+                    raise RequestError(
+                        f"sampling_params: {name} holds {t}, but the vocabulary has {self._limits.vocab_size} ids"
+                    )
+        for name in ("stop", "stop_regex"):
+            if getattr(params, name) and self._tokenizer is None:
                 raise RequestError(
-                    f"sampling_params: stop_token_ids holds {t}, but the vocabulary has {self._limits.vocab_size} ids"
+                    f"sampling_params: {name} needs a tokenizer and this model has none; use stop_token_ids"
                 )
-        if params.stop and self._tokenizer is None:
-            raise RequestError("sampling_params: stop needs a tokenizer and this model has none; use stop_token_ids")
         return params
 
     def _check_priority(self, priority: Any) -> None:
@@ -135,13 +156,20 @@ class RequestFactory:
             raise RequestError("prompt must be valid Unicode") from None
 
 
-def _rid(rid: Any, live: Container[str]) -> str:
+def prompt_alone(request: Request) -> Request:
+    """A request that only brings the prompt into the prefix cache, as SGLang's before n copies."""
+    params = SamplingParams(max_new_tokens=0, temperature=0.0)
+    return Request(uuid.uuid4().hex, request.prompt_ids, params, priority=request.priority)
+
+
+def _rid(rid: Any, live: Container[str], n: int) -> str:
     if rid is None:
         return uuid.uuid4().hex
     if not isinstance(rid, str) or not rid:
         raise RequestError(f"rid must be a non-empty string, not {rid!r}")
-    if rid in live:
-        raise RequestError(f"rid {rid!r} is in use by a request that has not ended")
+    for one in (rid, *(f"{rid}_{i}" for i in range(n if n > 1 else 0))):
+        if one in live:
+            raise RequestError(f"rid {one!r} is in use by a request that has not ended")
     return rid
 
 

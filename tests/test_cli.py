@@ -148,6 +148,17 @@ def test_generate_chat_and_several_prompts(capsys, on_host):
     assert out.startswith("--- 0\n")
 
 
+def test_generate_n_and_a_stop_regex(capsys, on_host):
+    argv = ["generate", "--model", "x", "--prompt", "hi", "--n", "2", "--max-new-tokens", "3"]
+    code, out, _ = run(capsys, *argv, "--json", "-")
+    assert code == 0
+    assert [r["output_ids"] for r in json.loads(out)["results"]] == [oracle(list(b"hi"), 3)] * 2
+    assert on_host[0].max_running_requests == 2
+    code, _, err = run(capsys, *argv, "--stop-regex", "a", "--stop-regex", "(")
+    assert code == 2
+    assert "stop_regex '('" in err
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_refused_prompt_is_an_error(capsys, on_host, count):
     argv = ["generate", "--model", "checksum", *["--input-ids", "5,1000"] * count]

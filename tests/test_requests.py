@@ -68,8 +68,29 @@ def test_refused(given, parts):
         ({"json_schema": "{}"}, ["json_schema", "grammar"]),
         ({"regex": "a"}, ["regex", "grammar"]),
         ({"ebnf": "a"}, ["ebnf", "grammar"]),
-        ({"frequency_penalty": 1.0}, ["frequency_penalty"]),
-        ({"n": 2}, ["n "]),
+        ({"frequency_penalty": 2.1}, ["frequency_penalty", "-2", "2.1"]),
+        ({"presence_penalty": -2.1}, ["presence_penalty", "-2", "-2.1"]),
+        ({"repetition_penalty": 0.0}, ["repetition_penalty", "above 0"]),
+        ({"repetition_penalty": 2.1}, ["repetition_penalty", "at most 2", "2.1"]),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, ["min_new_tokens 9", "max_new_tokens 8"]),
+        ({"min_new_tokens": -1}, ["min_new_tokens", "-1"]),
+        ({"logit_bias": [5]}, ["logit_bias", "dict", "list"]),
+        ({"logit_bias": {257: 1.0}}, ["logit_bias holds 257", "257 ids"]),
+        ({"logit_bias": {"-1": 1.0}}, ["logit_bias", "int", "str"]),
+        ({"logit_bias": {"9" * 5000: 1.0}}, ["logit_bias", "int", "str"]),
+        ({"logit_bias": {-1: 1.0}}, ["logit_bias", "-1"]),
+        ({"logit_bias": {5: float("inf")}}, ["logit_bias", "id 5", "inf"]),
+        ({"logit_bias": {5: float("nan")}}, ["logit_bias", "id 5", "nan"]),
+        ({"logit_bias": {5: None}}, ["logit_bias", "id 5", "NoneType"]),
+        ({"logit_bias": {5: 1.0, "5": 2.0}}, ["logit_bias", "id 5 twice"]),
+        ({"n": 0}, ["n must be at least 1", "0"]),
+        ({"n": 1 << 20}, ["n must be", "at most 16384"]),
+        ({"structural_tag": "{}"}, ["structural_tag"]),
+        ({"custom_params": {"a": 1}}, ["custom_params"]),
+        ({"stop_regex": "("}, ["stop_regex '('", "not a regular expression"]),
+        ({"stop_regex": ["a", 5]}, ["stop_regex", "int"]),
+        ({"stop_regex": ""}, ["stop_regex", "empty"]),
+        ({"spaces_between_special_tokens": 0}, ["spaces_between_special_tokens", "bool"]),
         ({"stop_token_ids": [257]}, ["stop_token_ids holds 257", "257 ids"]),
         ({"sampling_seed": 1 << 32}, ["sampling_seed", "4294967295"]),
         ({"stop": ["a\ud800"]}, ["stop", "Unicode"]),
@@ -89,8 +110,9 @@ def test_refused_sampling_params(params, parts):
 def test_without_a_tokenizer():
     with pytest.raises(RequestError, match=r"prompt needs a tokenizer.*input_ids"):
         factory(tokenizer=False).make(RequestInput(prompt="a"))
-    with pytest.raises(RequestError, match=r"stop needs a tokenizer.*stop_token_ids"):
-        factory(tokenizer=False).make(RequestInput(input_ids=[1], sampling_params={"stop": "a"}))
+    for name in ("stop", "stop_regex"):
+        with pytest.raises(RequestError, match=rf"{name} needs a tokenizer.*stop_token_ids"):
+            factory(tokenizer=False).make(RequestInput(input_ids=[1], sampling_params={name: "a"}))
 
 
 def test_the_longest_prompt_is_taken():
@@ -135,6 +157,26 @@ def test_seeds_are_drawn_in_order_by_unseeded_requests_alone():
         f.make(RequestInput(input_ids=[]))
     seeds.append(f.make(RequestInput(input_ids=[1])).seed)
     assert seeds == want
+
+
+def test_copies_have_seeds_of_their_own():
+    f = factory(seed=42)
+    rng = np.random.default_rng(42)
+    given = RequestInput(input_ids=[1], sampling_params={"n": 3}, rid="a")
+    copies = f.copies(f.make(given))
+    assert [r.rid for r in copies] == ["a_0", "a_1", "a_2"]
+    assert [r.seed for r in copies] == [int(rng.integers(1 << 32, dtype=np.uint32)) for _ in range(3)]
+    seeded = RequestInput(input_ids=[1], sampling_params={"n": 3, "sampling_seed": 0xFFFFFFFF})
+    assert [r.seed for r in f.copies(f.make(seeded))] == [0xFFFFFFFF, 0x9E3779B8, 0x3C6EF371]
+    alone = f.make(RequestInput(input_ids=[1], sampling_params={"sampling_seed": 5}, rid="b"))
+    assert [(r.rid, r.seed) for r in f.copies(alone)] == [("b", 5)]
+
+
+@pytest.mark.parametrize("live", ["a", "a_0", "a_1"])
+def test_no_copy_may_have_an_id_in_use(live):
+    with pytest.raises(RequestError, match=f"rid '{live}' is in use"):
+        factory().make(RequestInput(input_ids=[1], sampling_params={"n": 2}, rid="a"), live={live})
+    assert factory().make(RequestInput(input_ids=[1], rid="a"), live={"a_0", "a_1"}).rid == "a"
 
 
 def test_ids_are_made_up_and_differ():

@@ -41,15 +41,17 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-k", type=int, default=-1, help="ids kept; -1: all")
     group.add_argument("--min-p", type=float, default=0.0, help="least probability, relative to the best id's")
     group.add_argument("--stop", action="append", help="a stop string; may be given several times")
+    group.add_argument("--stop-regex", action="append", help="a regular expression to stop at; several times as well")
+    group.add_argument("--n", type=int, default=1, help="completions of each prompt")
     group.add_argument("--sampling-seed", type=int, help="fixes the noise of every prompt")
     group.add_argument("--ignore-eos", action="store_true", help="do not end at the end-of-sequence token")
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """Raises UsageError."""
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "sampling_seed", "ignore_eos")
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_regex", "n", "sampling_seed")
     try:
-        return SamplingParams(**{name: getattr(args, name) for name in names})
+        return SamplingParams(ignore_eos=args.ignore_eos, **{name: getattr(args, name) for name in names})
     except ValueError as e:
         raise UsageError(str(e)) from None
 
@@ -63,7 +65,7 @@ def ids(text: str) -> list[int]:
 
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
-    config = read_config(args, max_running_requests=min(16, len(args.prompt or args.input_ids)))
+    config = read_config(args, max_running_requests=min(16, params.n * len(args.prompt or args.input_ids)))
     check_json_flag(args)
     if args.chat and args.prompt is None:
         raise UsageError("--chat needs --prompt")
@@ -80,7 +82,7 @@ def _generate(engine: Engine, args: argparse.Namespace, params: SamplingParams) 
     given = _prompts(engine, args)
     begin = time.perf_counter()
     quiet = getattr(args, "json", None) == "-"
-    if len(given) == 1:
+    if len(given) == params.n == 1:
         results = [_stream(engine, given[0], params, quiet)]
     else:
         results = engine.generate(input_ids=given, sampling_params=params)
@@ -88,7 +90,7 @@ def _generate(engine: Engine, args: argparse.Namespace, params: SamplingParams) 
     for i, result in enumerate(results):
         reason = result["meta_info"]["finish_reason"]
         if reason.get("status_code") == 400:
-            raise RequestError(f"prompt {i}: {reason['message']}")
+            raise RequestError(f"prompt {i // params.n}: {reason['message']}")
         if len(results) > 1 and not quiet:
             print(f"--- {i}\n{_text(result)}")
     return results, wall

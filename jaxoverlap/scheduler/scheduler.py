@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,8 +64,9 @@ class Scheduler:
     """One rank's scheduler. `submit`, `abort`, `pause`, `resume` and `flush_cache` may be called from any thread; they
     take effect at the start of the next turn. Everything else belongs to the thread that turns the loop.
 
-    `decode` turns token ids into text (stop strings need it); `grammar_backend` compiles grammars (without one, a
-    request with a grammar must not be submitted).
+    `decode` turns token ids into text, special tokens too (stop strings and regular expressions need it); `byte_ids`
+    are those of growing_text.byte_tokens; `grammar_backend` compiles grammars (without one, a request with a grammar
+    must not be submitted).
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class Scheduler:
         max_total_tokens: int,
         context_length: int,
         vocab_size: int,
-        decode: Callable[[np.ndarray], str] | None = None,
+        decode: Callable[[Sequence[int] | np.ndarray], str] | None = None,
+        byte_ids: Collection[int] = (),
         grammar_backend: GrammarBackend | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -89,6 +91,7 @@ class Scheduler:
                 f"with page_size {config.page_size}"
             )
         self.decode = decode
+        self.byte_ids = byte_ids
         self.observer = observer
         self.watch: Watch | None = None
         self.is_speculative = config.speculative_num_draft_tokens > 0
