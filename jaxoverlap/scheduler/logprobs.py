@@ -23,8 +23,8 @@ def input_spans(batch: Batch) -> np.ndarray | None:
     return spans if (spans[:, 0] < spans[:, 1]).any() else None
 
 
-def add_input_details(launch: Launch, result: StepResult, live: np.ndarray) -> None:
-    """Keeps what came for the prompts' tokens; `live` bool [B]: rows whose request still holds its slot."""
+def add_input_details(launch: Launch, result: StepResult) -> None:
+    """Keeps what came for the prompts' tokens, also of a row retracted meanwhile: it is as true as before."""
     table, begin = result.input_details, 0
     if table is None:
         return
@@ -32,7 +32,7 @@ def add_input_details(launch: Launch, result: StepResult, live: np.ndarray) -> N
     assert launch.prefix_lens is not None
     for i, (first, end) in enumerate(launch.input_spans.tolist()):
         details = launch.requests[i].details
-        if details is not None and first < end and live[i]:
+        if details is not None and first < end:
             details.add_inputs(int(launch.prefix_lens[i]) + first, table, begin, begin + end - first)
         begin += end - first
 

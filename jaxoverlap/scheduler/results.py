@@ -80,7 +80,7 @@ def process_decode(s: Scheduler, launch: Launch, result: StepResult) -> None:
 def process_extend(s: Scheduler, launch: Launch, result: StepResult) -> np.ndarray:
     """Returns the rows that may be told: all but those in the middle of their prompt."""
     live, told = is_live(s, launch), []
-    add_input_details(launch, result, live)
+    add_input_details(launch, result)
     for i, r in enumerate(launch.requests):
         if not live[i]:
             r.middle_chunks = max(r.middle_chunks - 1, 0)
