@@ -118,27 +118,26 @@ class RequestFactory:
         """None where nothing beyond the sampled tokens' log-probabilities is asked for. logprob_start_len -1 is the
         prompt's length, as in SGLang; with token_ids_logprob it stays -1."""
         limit, count = self._limits.max_logprobs, len(prompt_ids)
-        start = _integer("logprob_start_len", given.logprob_start_len, -1, -1, count, "the tokens of the prompt")
-        top_num = _integer("top_logprobs_num", given.top_logprobs_num, 0, 0, limit, "the setting max_logprobs")
+        start = _integer("logprob_start_len", given.logprob_start_len, -1)
+        if not -1 <= start <= count:
+            raise RequestError(f"logprob_start_len must be at least -1 and at most {count}, the prompt's, not {start}")
+        top_num = _integer("top_logprobs_num", given.top_logprobs_num, 0)
+        if top_num < 0:
+            raise RequestError(f"top_logprobs_num must be at least 0, not {top_num}")
         token_ids = _token_ids(given.token_ids_logprob, self._limits.vocab_size)
-        if len(token_ids) > limit:
-            raise RequestError(
-                f"token_ids_logprob has {len(token_ids)} ids and must have at most {limit}, the setting max_logprobs"
-            )
-        for name, wanted in (
-            ("logprob_start_len", start != -1),
-            ("top_logprobs_num", top_num > 0),
-            ("token_ids_logprob", len(token_ids) > 0),
+        for name, asked, ids in (
+            ("logprob_start_len", start != -1, int(0 <= start < count)),
+            ("top_logprobs_num", top_num > 0, top_num),
+            ("token_ids_logprob", len(token_ids) > 0, len(token_ids)),
         ):
-            if wanted and not given.return_logprob:
+            if asked and not given.return_logprob:
                 raise RequestError(f"{name} needs return_logprob")
+            if ids > limit == 0:
+                raise RequestError(f"{name} needs the setting max_logprobs, which is 0 to keep the warm-up short")
+            if ids > limit:
+                raise RequestError(f"{name} asks for {ids} ids, above the setting max_logprobs {limit}")
         if start == -1 and not token_ids:
             start = count
-        if 0 <= start < count and not limit:
-            raise RequestError(
-                f"logprob_start_len {start} asks for log-probabilities of the prompt, which need the setting "
-                "max_logprobs above 0"
-            )
         details = LogprobDetails(prompt_ids, start, top_num, token_ids)
         return details if details.of_inputs or details.of_outputs else None
 
@@ -179,13 +178,11 @@ def _rid(rid: Any, live: Container[str]) -> str:
     return rid
 
 
-def _integer(name: str, value: Any, default: int, low: int, high: int, limit: str) -> int:
+def _integer(name: str, value: Any, default: int) -> int:
     if value is None:
         return default
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise RequestError(f"{name} must be an int, not {type(value).__name__}")
-    if not low <= value <= high:
-        raise RequestError(f"{name} must be at least {low} and at most {high}, {limit}, not {value}")
     return int(value)
 
 

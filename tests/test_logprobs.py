@@ -1,5 +1,5 @@
-"""What callers are told of log-probabilities, over the NumPy device: every entry depends on all tokens before it, so that
-a place left out, told twice, or read from another row shows."""
+"""What callers are told of log-probabilities, over the NumPy device. Every entry there depends on all tokens before it,
+so that a place left out, told twice, or read from another row shows."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def expected(prompt, outputs, start=-1, top=0, ids=()):
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("start", [-1, 0, 1, 8, 13, 19, 20])
 def test_every_list(loop, page_size, start):
-    """The prompt comes in chunks of 8; a start is in a chunk's middle, at its edge, at the prompt's last token and end."""
+    """The prompt comes in chunks of 8; it starts in a chunk's middle, at its edge, at the last token, behind it."""
     engine = engine_on(loop, page_size=page_size)
     for top, ids in ((0, ()), (2, ()), (0, (7, 900)), (3, (900, 7, 7))):
         asked = {"logprob_start_len": start, "top_logprobs_num": top, "token_ids_logprob": list(ids)}
@@ -71,7 +71,11 @@ def test_a_prefix_is_taken_from_the_cache_up_to_the_start(loop, page_size):
     cached = {}
     for start in (-1, 0, 7, 12, 19, 20):
         r = engine.generate(
-            input_ids=PROMPT, sampling_params=params(2), return_logprob=True, logprob_start_len=start, top_logprobs_num=1
+            input_ids=PROMPT,
+            sampling_params=params(2),
+            return_logprob=True,
+            logprob_start_len=start,
+            top_logprobs_num=1,
         )
         assert told(r["meta_info"]) == expected(PROMPT, oracle(PROMPT, 2), start, 1)
         cached[start] = r["meta_info"]["cached_tokens"]
