@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxoverlap.core import Request
 from jaxoverlap.detokenizer import Detokenizer
+from jaxoverlap.logprobs import LogprobReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,11 @@ class Ticket:
     is_news: bool = False
     created: float = field(default_factory=time.perf_counter)
     ended: float = 0.0
+    report: LogprobReport | None = None
+
+    def __post_init__(self) -> None:
+        if self.request.details is not None:
+            self.report = LogprobReport(self.request.details)
 
     def deliver(self, completion_tokens: int, finished: bool) -> None:
         """Takes over what the scheduler says the caller may see; later turns may overwrite the slot's columns."""
@@ -73,7 +79,10 @@ class Ticket:
         }
         if request.return_logprob:
             pairs = zip(now.logprobs, now.output_ids, strict=True)
+            meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
+        if self.report is not None:
+            meta |= self.report.meta(len(now.output_ids))
         if now.finished:
             meta["e2e_latency"] = self.ended - self.created
         out |= {"output_ids": now.output_ids, "meta_info": meta}

@@ -71,6 +71,11 @@ class EngineConfig:
         False, "handle a prefill's result before launching the next prefill (SGLang's environment switch)"
     )
     stream_interval: int = setting(1, "completion tokens between streamed pieces")
+    max_logprobs: int = setting(
+        0,
+        "largest top_logprobs_num and number of token_ids_logprob; 0: none, no log-probabilities of prompts, and a "
+        "shorter warm-up",
+    )
     random_seed: int | None = setting(None, "seed of unseeded requests; default: fresh each run")
     init_new_token_ratio: float = setting(0.7, "share of a request's output cap reserved at admission")
     min_new_token_ratio_factor: float = setting(0.14, "lowest ratio as a share of the initial one")
@@ -112,6 +117,8 @@ class EngineConfig:
         for name in ("init_new_token_ratio", "min_new_token_ratio_factor", "mem_fraction_static"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
+        if self.max_logprobs < 0:
+            raise ValueError(f"max_logprobs must be at least 0, not {self.max_logprobs}")
         if self.schedule_conservativeness <= 0:
             raise ValueError(f"schedule_conservativeness must be above 0, not {self.schedule_conservativeness}")
         if self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
@@ -156,7 +163,7 @@ class EngineConfig:
         if self.model_path != "checksum":
             raise ValueError(f"device simulated runs no model: model_path must be checksum, not {self.model_path!r}")
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        for name in ("dtype", "mem_fraction_static", "kernels", "poison_future_map"):
+        for name in ("dtype", "mem_fraction_static", "kernels", "poison_future_map", "max_logprobs"):
             if getattr(self, name) != defaults[name]:
                 raise ValueError(f"{name} means nothing on device simulated: leave it at {defaults[name]}")
 

@@ -88,6 +88,7 @@ class Engine:
             max_prompt_len=self._scheduler.max_prompt_len,
             eos_token_ids=tuple(model.config.eos_token_ids),
             priorities=config.enable_priority_scheduling,
+            max_logprobs=min(config.max_logprobs, getattr(runner, "max_logprobs", 0)),
         )
         self._factory = RequestFactory(limits, self.tokenizer, config.random_seed)
         self._intake = threading.Lock()  # requests get their ids and seeds in order
@@ -106,6 +107,9 @@ class Engine:
         sampling_params: Params | Sequence[Params] | None = None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         return_logprob: bool | Sequence[bool] = False,
+        logprob_start_len: int | Sequence[int | None] | None = -1,
+        top_logprobs_num: int | Sequence[int | None] | None = 0,
+        token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | None = None,
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
         priority: int | Sequence[int] | None = None,
@@ -115,9 +119,16 @@ class Engine:
         `rid_1`, ..., and their prompt is brought into the prefix cache before they start, as in SGLang.
 
         A result is SGLang's: {"text", "output_ids", "meta_info": {"id", "finish_reason", "prompt_tokens",
-        "completion_tokens", "cached_tokens", "e2e_latency" (seconds, once finished), "output_token_logprobs" (with
-        `return_logprob`: (logprob, id, None) each)}}; "text" is absent where the model has no tokenizer. A streamed
-        result holds everything so far; those of a list call carry "index". Closing the iterator aborts its requests.
+        "completion_tokens", "cached_tokens", "e2e_latency" (seconds, once finished)}}; "text" is absent where the model
+        has no tokenizer. A streamed result holds everything so far; those of a list call carry "index". Closing the
+        iterator aborts its requests.
+
+        With `return_logprob` meta_info has "output_token_logprobs", (logprob, id, None) for each token, and
+        "input_token_logprobs": the same for the prompt from `logprob_start_len` on, the first with None for logprob;
+        empty at -1. `top_logprobs_num` adds "output_top_logprobs" and "input_top_logprobs", for each token the entries
+        of that many likeliest ids; `token_ids_logprob` adds "output_token_ids_logprobs" and "input_token_ids_logprobs",
+        those of the ids given (first input: None). Natural logarithms under the model's unchanged logits. All but
+        the output tokens' own need the setting max_logprobs, the most that may be asked for.
 
         `sampling_params` are SamplingParams or a dict of its fields, with SamplingParams' defaults as in SGLang's
         Engine; what the model's generation_config.json recommends is in `sampling_defaults`.
@@ -125,7 +136,8 @@ class Engine:
         Raises RequestError for a malformed request. In a list call a malformed request gets a result whose
         finish_reason is an abort with status_code 400 and the message, and the others run.
         """
-        given, many = split(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority)
+        details = (logprob_start_len, top_logprobs_num, token_ids_logprob)
+        given, many = split(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details)
         call = self._open(given, many)
         if stream:
             return Stream(self._loop, call)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxoverlap.core import Request, RequestError
+from jaxoverlap.logprobs import LogprobDetails
 from jaxoverlap.sampling_params import SamplingParams
 
 SEED_STEP = 0x9E3779B9  # 2**32 over the golden ratio, odd: no two copies of a request have the same seed
@@ -30,6 +31,9 @@ class RequestInput:
     stream: Any = False
     return_logprob: Any = False
     priority: Any = None
+    logprob_start_len: Any = None
+    top_logprobs_num: Any = None
+    token_ids_logprob: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class Limits:
     max_prompt_len: int
     eos_token_ids: tuple[int, ...] = ()
     priorities: bool = False  # enable_priority_scheduling
+    max_logprobs: int = 0
 
 
 class RequestFactory:
@@ -75,6 +80,7 @@ class RequestFactory:
             text=given.prompt,
             stream=given.stream,
             return_logprob=given.return_logprob,
+            details=self._details(given, ids),
             priority=given.priority,
             seed=seed,
             stop_ids=tuple(dict.fromkeys(stop_ids)),
@@ -129,6 +135,33 @@ class RequestFactory:
         if not self._limits.priorities:
             raise RequestError("priority needs an engine with enable_priority_scheduling")
 
+    def _details(self, given: RequestInput, prompt_ids: np.ndarray) -> LogprobDetails | None:
+        """None where nothing beyond the sampled tokens' log-probabilities is asked for. logprob_start_len -1 is the
+        prompt's length, as in SGLang; with token_ids_logprob it stays -1."""
+        limit, count = self._limits.max_logprobs, len(prompt_ids)
+        start = _integer("logprob_start_len", given.logprob_start_len, -1)
+        if not -1 <= start <= count:
+            raise RequestError(f"logprob_start_len must be at least -1 and at most {count}, the prompt's, not {start}")
+        top_num = _integer("top_logprobs_num", given.top_logprobs_num, 0)
+        if top_num < 0:
+            raise RequestError(f"top_logprobs_num must be at least 0, not {top_num}")
+        token_ids = _token_ids(given.token_ids_logprob, self._limits.vocab_size)
+        for name, asked, ids in (
+            ("logprob_start_len", start != -1, int(0 <= start < count)),
+            ("top_logprobs_num", top_num > 0, top_num),
+            ("token_ids_logprob", len(token_ids) > 0, len(token_ids)),
+        ):
+            if asked and not given.return_logprob:
+                raise RequestError(f"{name} needs return_logprob")
+            if ids > limit == 0:
+                raise RequestError(f"{name} needs the setting max_logprobs, which is 0 to keep the warm-up short")
+            if ids > limit:
+                raise RequestError(f"{name} asks for {ids} ids, above the setting max_logprobs {limit}")
+        if start == -1 and not token_ids:
+            start = count
+        details = LogprobDetails(prompt_ids, start, top_num, token_ids)
+        return details if details.of_inputs or details.of_outputs else None
+
     def _prompt(self, given: RequestInput) -> np.ndarray:
         """int32 [prompt_len]"""
         if (given.prompt is None) == (given.input_ids is None):
@@ -173,19 +206,34 @@ def _rid(rid: Any, live: Container[str], n: int) -> str:
     return rid
 
 
-def _check_ids(ids: Any, vocab_size: int) -> None:
+def _integer(name: str, value: Any, default: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise RequestError(f"{name} must be an int, not {type(value).__name__}")
+    return int(value)
+
+
+def _token_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    _check_ids(ids, vocab_size, "token_ids_logprob")
+    return tuple(int(t) for t in ids)
+
+
+def _check_ids(ids: Any, vocab_size: int, name: str = "input_ids") -> None:
     if isinstance(ids, np.ndarray):
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RequestError(f"input_ids must be one row of ints, not {ids.dtype} of shape {ids.shape}")
+            raise RequestError(f"{name} must be one row of ints, not {ids.dtype} of shape {ids.shape}")
     elif not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)):
-        raise RequestError(f"input_ids must be a list of ints, not {type(ids).__name__}")
+        raise RequestError(f"{name} must be a list of ints, not {type(ids).__name__}")
     else:
         for t in ids:
             if isinstance(t, (bool, np.bool_)) or not isinstance(t, (int, np.integer)):
-                raise RequestError(f"input_ids must hold ints, not {type(t).__name__}")
+                raise RequestError(f"{name} must hold ints, not {type(t).__name__}")
     for t in (min(ids), max(ids)) if len(ids) else ():
         if not 0 <= t < vocab_size:
-            raise RequestError(f"input_ids holds {t}, but the vocabulary has ids 0 to {vocab_size - 1}")
+            raise RequestError(f"{name} holds {t}, but the vocabulary has ids 0 to {vocab_size - 1}")
 
 
 def split(
@@ -196,18 +244,27 @@ def split(
     stream: Any,
     return_logprob: Any,
     priority: Any,
+    logprob_start_len: Any = None,
+    top_logprobs_num: Any = None,
+    token_ids_logprob: Any = None,
 ) -> tuple[list[RequestInput], bool]:
     """The requests of one call, and whether it was a list call.
 
     A list of prompts, or of lists of ids, makes a list call; the other arguments are then one value for all or a list
-    as long. A string `rid` becomes `rid_0`, `rid_1`, ... Raises RequestError on a list of another length.
+    as long; one list of ids in `token_ids_logprob` is one value. A string `rid` becomes `rid_0`, `rid_1`, ... Raises
+    RequestError on a list of another length.
     """
     many = isinstance(prompt, (list, tuple)) or _is_rows(input_ids)
     if not many:
-        return [RequestInput(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority)], False
+        details = (logprob_start_len, top_logprobs_num, token_ids_logprob)
+        return [
+            RequestInput(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details)
+        ], False
     count = len(prompt) if isinstance(prompt, (list, tuple)) else len(input_ids)
     if isinstance(rid, str):
         rid = [f"{rid}_{i}" for i in range(count)]
+    if isinstance(token_ids_logprob, (list, tuple)) and not _is_rows(token_ids_logprob):
+        token_ids_logprob = [token_ids_logprob] * count
     columns = [
         _column(name, value, count)
         for name, value in (
@@ -217,10 +274,13 @@ def split(
             ("rid", rid),
             ("return_logprob", return_logprob),
             ("priority", priority),
+            ("logprob_start_len", logprob_start_len),
+            ("top_logprobs_num", top_logprobs_num),
+            ("token_ids_logprob", token_ids_logprob),
         )
     ]
     rows = zip(*columns, strict=True)
-    return [RequestInput(p, i, s, r, stream, logprob, prio) for p, i, s, r, logprob, prio in rows], True
+    return [RequestInput(p, i, s, r, stream, *more) for p, i, s, r, *more in rows], True
 
 
 def _is_rows(ids: Any) -> bool:

@@ -388,7 +388,7 @@ def test_flush_cache_is_refused_while_requests_run(engine):
 
 
 def test_logprobs(engine):
-    # the NumPy device has none: zeros, but one for each token
+    # which ones: test_logprobs.py
     for r in engine.generate(input_ids=[5], sampling_params=params(4), return_logprob=True, stream=True):
         assert [t for _, t, _ in r["meta_info"]["output_token_logprobs"]] == r["output_ids"]
     assert "output_token_logprobs" not in engine.generate(input_ids=[5], sampling_params=params(4))["meta_info"]

@@ -6,7 +6,15 @@ from jaxoverlap.core import RequestError
 from jaxoverlap.requests import Limits, RequestFactory, RequestInput, split
 from jaxoverlap.sampling_params import SamplingParams
 
-LIMITS = Limits(vocab_size=257, context_length=64, max_total_tokens=128, max_prompt_len=57, eos_token_ids=(256,))
+LIMITS = Limits(
+    vocab_size=257,
+    context_length=64,
+    max_total_tokens=128,
+    max_prompt_len=57,
+    eos_token_ids=(256,),
+    max_logprobs=4,
+)
+ASKED = {"input_ids": [1, 2], "return_logprob": True}
 
 
 def factory(tokenizer=True, seed=0, **limits):
@@ -38,6 +46,19 @@ def factory(tokenizer=True, seed=0, **limits):
         ({"input_ids": [1], "rid": "live"}, ["rid 'live'", "in use"]),
         ({"input_ids": [1], "stream": 1}, ["stream", "bool"]),
         ({"input_ids": [1], "return_logprob": "yes"}, ["return_logprob", "bool"]),
+        ({"input_ids": [1], "logprob_start_len": 0}, ["logprob_start_len needs return_logprob"]),
+        ({"input_ids": [1], "top_logprobs_num": 1}, ["top_logprobs_num needs return_logprob"]),
+        ({"input_ids": [1], "token_ids_logprob": [1]}, ["token_ids_logprob needs return_logprob"]),
+        ({**ASKED, "logprob_start_len": -2}, ["logprob_start_len", "-1", "-2"]),
+        ({**ASKED, "logprob_start_len": 3}, ["logprob_start_len", "at most 2", "the prompt's", "not 3"]),
+        ({**ASKED, "logprob_start_len": 0.0}, ["logprob_start_len", "float"]),
+        ({**ASKED, "logprob_start_len": False}, ["logprob_start_len", "bool"]),
+        ({**ASKED, "top_logprobs_num": -1}, ["top_logprobs_num", "at least 0"]),
+        ({**ASKED, "top_logprobs_num": 5}, ["top_logprobs_num asks for 5 ids, above the setting max_logprobs 4"]),
+        ({**ASKED, "token_ids_logprob": 7}, ["token_ids_logprob", "list of ints"]),
+        ({**ASKED, "token_ids_logprob": [1.0]}, ["token_ids_logprob", "ints"]),
+        ({**ASKED, "token_ids_logprob": [257]}, ["token_ids_logprob holds 257", "256"]),
+        ({**ASKED, "token_ids_logprob": [1] * 5}, ["token_ids_logprob asks for 5 ids", "max_logprobs 4"]),
         ({"input_ids": [1], "priority": 1.0}, ["priority", "int"]),
         ({"input_ids": [1], "priority": 1}, ["priority", "enable_priority_scheduling"]),
     ],
@@ -130,6 +151,38 @@ def test_what_a_request_holds():
     assert r.stop_ids == (256, 9)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [{"logprob_start_len": 1}, {"top_logprobs_num": 1}, {"token_ids_logprob": [3]}],
+    ids=lambda x: next(iter(x)),
+)
+def test_details_need_max_logprobs(asked):
+    with pytest.raises(RequestError, match=f"{next(iter(asked))} needs the setting max_logprobs, which is 0"):
+        factory(max_logprobs=0).make(RequestInput(**ASKED, **asked))
+    assert factory(max_logprobs=0).make(RequestInput(**ASKED, logprob_start_len=2)).details is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "start", "limit"),
+    [
+        ({}, None, 2),  # -1: the outputs alone
+        ({"logprob_start_len": None, "top_logprobs_num": None, "token_ids_logprob": []}, None, 2),
+        ({"top_logprobs_num": 4}, 2, 2),
+        ({"token_ids_logprob": [0, 256]}, -1, 5),  # as SGLang: then -1 limits no match
+        ({"logprob_start_len": 0}, 0, 0),
+        ({"logprob_start_len": 1, "token_ids_logprob": (5,)}, 1, 1),
+        ({"logprob_start_len": 2}, None, 2),
+    ],
+)
+def test_where_input_logprobs_begin(asked, start, limit):
+    """`limit`: tokens that a prefix match may give, of six (the prompt, and outputs from before a retraction)."""
+    r = factory().make(RequestInput(**ASKED, **asked))
+    assert (None if r.details is None else r.details.start) == start
+    assert r.max_prefix_len(6) == limit
+    assert r.max_prefix_len(1) == 0
+    assert factory().make(RequestInput(input_ids=[1, 2])).max_prefix_len(6) == 5
+
+
 def test_ignore_eos_drops_all_stop_ids():
     given = RequestInput(input_ids=[1], sampling_params={"ignore_eos": True, "stop_token_ids": [9]})
     assert factory().make(given).stop_ids == ()
@@ -186,7 +239,8 @@ def test_ids_are_made_up_and_differ():
 
 def split_(**given):
     names = ("prompt", "input_ids", "sampling_params", "rid", "stream", "return_logprob", "priority")
-    return split(*(given.get(name) for name in names))
+    more = ("logprob_start_len", "top_logprobs_num", "token_ids_logprob")
+    return split(*(given.get(name) for name in names + more))
 
 
 @pytest.mark.parametrize(
@@ -210,6 +264,18 @@ def test_list_calls():
     assert [rows[0].input_ids, rows[1].input_ids, rows[2].input_ids] == [[1], [], 5]
     assert len(split_(input_ids=np.ones((3, 2), np.int32))[0]) == 3
     assert split_(prompt=[]) == ([], True)
+
+
+def test_logprob_arguments_of_list_calls():
+    rows, _ = split_(prompt=["a", "b"], logprob_start_len=3, top_logprobs_num=[1, None], token_ids_logprob=[7, 8])
+    assert [(r.logprob_start_len, r.top_logprobs_num, r.token_ids_logprob) for r in rows] == [
+        (3, 1, [7, 8]),
+        (3, None, [7, 8]),
+    ]
+    rows, _ = split_(prompt=["a", "b"], token_ids_logprob=[[7, 8], None])
+    assert [r.token_ids_logprob for r in rows] == [[7, 8], None]
+    with pytest.raises(RequestError, match="token_ids_logprob has 1 entries for 2 requests"):
+        split_(prompt=["a", "b"], token_ids_logprob=[[7]])
 
 
 def test_a_list_of_another_length_is_refused():

@@ -82,7 +82,7 @@ def plan(model: DecoderConfig, target: Target, *, batch: int, tokens: int = 512,
     steps = Steps(graph=graph, tree=tree, page_size=16, num_locs=num_locs, kernels=kernels, poison=False)
     extend = Bucket(tokens, batch, tokens // 16 + batch, False)
     buckets = Buckets((Bucket(batch, batch, batch, True),), (extend,))
-    programs = Programs(steps, buckets, vocab_size=model.vocab_size, masks=True)
+    programs = Programs(steps, buckets, vocab_size=model.vocab_size, cut=True)
     table = {re.sub(r"_\d+$", "", name): program for name, program in programs.table.items()}
     programs.close()
     return Plan(table, weights, state, model.vocab_size)
@@ -91,6 +91,7 @@ def plan(model: DecoderConfig, target: Target, *, batch: int, tokens: int = 512,
 def measure(work: Plan, name: str, device: Any) -> dict[str, Any]:
     """Compiles one program of the plan and reads the compiler's dumps: see `report`."""
     program = work.programs[name]
+    assert program.donate is not None
     return report(program.call, program.padding(work.weights, work.state, work.vocab_size), program.donate, device)
 
 

@@ -4,6 +4,16 @@ Decode launches are padded to a power of two of rows, or to `max_running_request
 ones too) are padded to a number of tokens: the largest that the scheduler may launch, and that divided by 4, 16, ...
 (rounded up) down to about 8. No bucket is above the largest launch, so no launched shape is above the budget. An extend
 bucket has the rows of the smallest decode bucket that holds one row a token. Imports no jax.
+
+The programs (programs.py), all compiled by the warm-up:
+
+    write_pages                                        one
+    decode_<rows>, extend_<tokens>                     one a bucket: a whole step
+    forward_decode_<rows>, forward_extend_<tokens>     one a bucket: a step cut in two, for late or masked sampling and
+    sample_<rows>                                      details of log-probabilities; one a decode bucket
+    output_logprobs_<rows>                             with max_logprobs: one a decode bucket
+    input_logprobs_<tokens>                            with max_logprobs: one an extend bucket
+    verify_<rows>                                      with a speculator, in place of decode_<rows>
 """
 
 from __future__ import annotations

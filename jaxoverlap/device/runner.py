@@ -13,6 +13,7 @@ from flax import nnx
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Launch, Sample, StepResult
 from jaxoverlap.device.buckets import Bucket, Buckets
+from jaxoverlap.device.logprobs import DetailsHandle, launch_details
 from jaxoverlap.device.packing import (
     PAGE_WRITES,
     next_packed,
@@ -32,13 +33,20 @@ from jaxoverlap.models.paged import Model
 class Handle:
     """A step on its way; opaque to callers."""
 
-    __slots__ = ("bucket", "launch", "logits", "outputs")
+    __slots__ = ("bucket", "details", "launch", "logits", "outputs")
 
     def __init__(self, launch: Launch, bucket: Bucket) -> None:
         self.launch = launch
         self.bucket = bucket
         self.outputs: Outputs | None = None
         self.logits: Logits | None = None  # until sampled
+        self.details: DetailsHandle | None = None
+
+    def arrays(self) -> list[jax.Array]:
+        """What has been launched, as far as it goes back to the host; of a launch not sampled yet its logits."""
+        assert self.outputs is not None or self.logits is not None
+        first = self.logits[0] if self.outputs is None else self.outputs.fetched  # type: ignore[index]
+        return [first] if self.details is None else [first, *self.details.arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +62,10 @@ class JaxRunner:
     """core.Runner on one JAX device, for one rank.
 
     `model` is an nnx module with its weights on the device. `max_total_tokens` is the KV pool, a multiple of the page
-    size, beside which one page for padding is kept. `masks`: also warm up the cut programs that launches with
-    `delay_sample` or a mask need; without it such a launch is refused. `script`: forced outputs, see Script. With a
-    `speculator` decode launches are verify steps. `buckets`: other shapes than `config` gives.
+    size, beside which one page for padding is kept. `cut`: also warm up the cut programs that launches with
+    `delay_sample` or a mask need; without it such a launch is refused. `config.max_logprobs` brings them too, and those
+    that give details. `script`: forced outputs, see Script. With a `speculator` decode launches are verify
+    steps. `buckets`: other shapes than `config` gives.
 
     All calls come from one thread. Launches run in order; a failed step leaves the runner unusable. Raises ValueError
     for lengths that do not fit, naming them.
@@ -69,7 +78,7 @@ class JaxRunner:
         *,
         max_total_tokens: int,
         context_length: int,
-        masks: bool = False,
+        cut: bool = False,
         script: Script | None = None,
         speculator: Speculator | None = None,
         buckets: Buckets | None = None,
@@ -81,7 +90,12 @@ class JaxRunner:
         self._rows = config.max_running_requests + 1
         self._table_pages = -(-(context_length + 2 * config.verify_reserve) // config.page_size)
         self._page_limits = np.array([[self._rows], [self._table_pages], [self.num_pages + 1]], np.uint32)
-        self._masks, self._script, self._poison = masks, script, config.poison_future_map
+        vocab_size = model.config.vocab_size
+        self.max_logprobs = config.max_logprobs
+        if self.max_logprobs > vocab_size:
+            raise ValueError(f"max_logprobs {self.max_logprobs} is above the vocabulary of {vocab_size} ids")
+        self._cut = cut or self.max_logprobs > 0
+        self._script, self._poison = script, config.poison_future_map
         self._speculator = speculator
         self._resident: _Resident | None = None
         num_locs = (self.num_pages + 1) * config.page_size
@@ -111,9 +125,10 @@ class JaxRunner:
         self._programs = Programs(
             steps,
             self.buckets,
-            vocab_size=model.config.vocab_size,
+            vocab_size=vocab_size,
             script_len=script.length if script else 0,
-            masks=masks,
+            cut=self._cut,
+            max_logprobs=self.max_logprobs,
             speculator=speculator,
         )
 
@@ -140,11 +155,14 @@ class JaxRunner:
         (launch,) = launches
         bucket = self._bucket(launch)
         _check_range(launch, "slot", launch.slots, self._rows)
+        with_details = launch.output_details or launch.input_spans is not None
+        if with_details and not self.max_logprobs:
+            raise ValueError(f"launch {launch.number} wants details of log-probabilities, but max_logprobs is 0")
         if self._speculator is not None and bucket.is_decode:
             return [self._verify(launch, bucket)]
-        cut = launch.delay_sample or launch.mask is not None
-        if cut and not self._masks:
-            raise ValueError(f"launch {launch.number} needs the cut programs: make the runner with masks=True")
+        cut = launch.delay_sample or launch.mask is not None or with_details
+        if cut and not self._cut:
+            raise ValueError(f"launch {launch.number} needs the cut programs: make the runner with cut=True")
         program = self._programs[f"forward_{bucket.name}" if cut else bucket.name]
         page_writes = self._write_pages_ahead(launch, bucket.writes)
         packed = pack_step(program.layout, launch, page_writes, self._script)
@@ -157,9 +175,12 @@ class JaxRunner:
                 expected = next_packed(program.layout, program.layout.fields(packed), np)
                 self._resident = _Resident(program, expected, outputs.again)
             return [handle]
-        self._state, handle.logits = self._call(program, self._weights, self._state, packed)
+        self._state, handle.logits, hidden = self._call(program, self._weights, self._state, packed)
+        logits, _ = handle.logits
         if not launch.delay_sample:
             self._sample(handle, launch.mask)
+        if with_details:
+            handle.details = launch_details(self._programs, self._call, self._weights, launch, bucket, logits, hidden)
         return [handle]
 
     def sample(self, samples: list[Sample]) -> None:
@@ -183,14 +204,15 @@ class JaxRunner:
             return StepResult(tokens, accepted, lens, bonus, logprobs)
         if more:
             _raise_faults(launch, more[0])
-        return StepResult(tokens, logprobs=logprobs)
+        details = (None, None) if handle.details is None else handle.details.fetch(rows, _fetch)
+        return StepResult(tokens, logprobs=logprobs, output_details=details[0], input_details=details[1])
 
     def is_ready(self, handle: Handle) -> bool:
-        return handle.outputs is not None and handle.outputs.fetched.is_ready()  # type: ignore[attr-defined]
+        return handle.outputs is not None and all(x.is_ready() for x in handle.arrays())  # type: ignore[attr-defined]
 
     def block(self, handle: Handle) -> None:
         """Returns once what has been launched for `handle` (the forward alone, before `sample`) is done; any thread."""
-        jax.block_until_ready(handle.logits if handle.outputs is None else handle.outputs)
+        jax.block_until_ready(handle.arrays())
 
     def shutdown(self) -> None:
         """Waits for the device, then lets go of weights, state and programs. Twice is once."""
@@ -202,8 +224,10 @@ class JaxRunner:
         self._state = None  # type: ignore[assignment]
 
     def _verify(self, launch: Launch, bucket: Bucket) -> Handle:
-        if launch.mask is not None and not self._masks:
-            raise ValueError(f"launch {launch.number} has a mask: make the runner with masks=True")
+        if launch.mask is not None and not self._cut:
+            raise ValueError(f"launch {launch.number} has a mask: make the runner with cut=True")
+        if launch.output_details:
+            raise ValueError(f"launch {launch.number} wants details of log-probabilities, but verify steps give none")
         program = self._programs[f"verify_{bucket.rows}"]
         packed = pack_verify(program.layout, launch, self._write_pages_ahead(launch, bucket.writes))
         handle = Handle(launch, bucket)

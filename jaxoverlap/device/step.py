@@ -77,19 +77,21 @@ class Steps:
     def fused(self, bucket: Bucket, layout: Layout) -> Callable[..., tuple[State, Outputs]]:
         def step(weights: tuple[jax.Array, ...], state: State, packed: jax.Array) -> tuple[State, Outputs]:
             fields = layout.fields(packed)
-            state, logits, faults = self._forward(bucket, weights, state, fields)
+            state, logits, faults, _ = self._forward(bucket, weights, state, fields)
             state, fetched = self._sample(state, logits, faults, fields, None)
             stays = bucket.is_decode and self.page_size > 1  # else every step takes pages
             return state, Outputs(fetched, next_packed(layout, fields, jnp) if stays else None)
 
         return step
 
-    def forward(self, bucket: Bucket, layout: Layout) -> Callable[..., tuple[State, Logits]]:
-        """Gives logits f32 [B, V] and the faults, for `sample`."""
+    def forward(self, bucket: Bucket, layout: Layout) -> Callable[..., tuple[State, Logits, jax.Array | None]]:
+        """Gives logits f32 [B, V] and the faults, for `sample`; of an extend step the hidden states [T, D] too."""
 
-        def step(weights: tuple[jax.Array, ...], state: State, packed: jax.Array) -> tuple[State, Logits]:
-            state, logits, faults = self._forward(bucket, weights, state, layout.fields(packed))
-            return state, (logits, faults)
+        def step(
+            weights: tuple[jax.Array, ...], state: State, packed: jax.Array
+        ) -> tuple[State, Logits, jax.Array | None]:
+            state, logits, faults, hidden = self._forward(bucket, weights, state, layout.fields(packed))
+            return state, (logits, faults), None if bucket.is_decode else hidden
 
         return step
 
@@ -136,7 +138,7 @@ class Steps:
 
     def _forward(
         self, bucket: Bucket, weights: tuple[jax.Array, ...], state: State, fields: dict[str, jax.Array]
-    ) -> tuple[State, jax.Array, jax.Array | None]:
+    ) -> tuple[State, jax.Array, jax.Array | None, jax.Array]:
         state = _write_pages(state, fields["page_writes"])
         model = nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
         if not bucket.is_decode:
@@ -147,7 +149,7 @@ class Steps:
         lens = scatter(
             state.new_seq_lens, fields["slots"], fields["seq_lens"], implementation=self.kernels.future_map_scatter
         )
-        return dataclasses.replace(state, cache=tuple(cache), new_seq_lens=lens), logits, faults
+        return dataclasses.replace(state, cache=tuple(cache), new_seq_lens=lens), logits, faults, hidden
 
     def _resolve(
         self, bucket: Bucket, state: State, fields: dict[str, jax.Array]
