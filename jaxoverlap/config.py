@@ -88,6 +88,16 @@ class EngineConfig:
     finish_order: Literal["sglang", "stop-first"] = setting(
         "sglang", "stop-first: a stop at the cap is reported as a stop"
     )
+    grammar_backend: Literal["llguidance", "none"] = setting(
+        "llguidance", "what compiles json_schema, regex and ebnf; none: they are refused, and fewer programs compiled"
+    )
+    grammar_timeout: float = setting(50.0, "seconds that a request waits for its grammar to be compiled")
+    constrained_json_whitespace_pattern: str = setting(
+        "[ ]?", "regular expression of what may stand between the parts of constrained JSON"
+    )
+    delay_sampling: Literal["sglang", "when-needed"] = setting(
+        "sglang", "when-needed: not where every mask is known before the result in flight is; the same tokens"
+    )
     audit: bool = setting(False, "check pages, slots and locks after every turn (debug)")
     poison_future_map: bool = setting(False, "poison FutureMap rows and check every gather (debug)")
     kernels: Literal["auto", "pallas", "xla", "interpret"] = setting(
@@ -112,8 +122,9 @@ class EngineConfig:
         for name in ("init_new_token_ratio", "min_new_token_ratio_factor", "mem_fraction_static"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
-        if self.schedule_conservativeness <= 0:
-            raise ValueError(f"schedule_conservativeness must be above 0, not {self.schedule_conservativeness}")
+        for name in ("schedule_conservativeness", "grammar_timeout"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
             raise ValueError(f"chunked_prefill_size must be -1 or at least 1, not {self.chunked_prefill_size}")
         if self.chunked_prefill_size > 0 and self.chunked_prefill_size % self.page_size:

@@ -11,7 +11,7 @@ import dataclasses
 import threading
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxoverlap.calls import Call, Ticket, refusal
 from jaxoverlap.config import EngineConfig
@@ -19,15 +19,19 @@ from jaxoverlap.core import RequestError, Runner
 from jaxoverlap.detokenizer import Detokenizer, byte_tokens
 from jaxoverlap.device.buckets import fit_chunk
 from jaxoverlap.driver import Driver
-from jaxoverlap.loading import OwnedRunner, ServedModel, load
+from jaxoverlap.loading import OwnedRunner, ServedModel, load, load_grammar_backend
 from jaxoverlap.loop import EngineError, Loop
 from jaxoverlap.progress import Report
 from jaxoverlap.requests import Limits, RequestFactory, RequestInput, split
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler import Scheduler
+from jaxoverlap.scheduler.grammar_queue import GrammarBackend
 from jaxoverlap.stream import Stream, raise_refused
 from jaxoverlap.trace.events import Trace
 from jaxoverlap.trace.recorder import Annotator, Recorder
+
+if TYPE_CHECKING:
+    from jaxoverlap.grammar.backend import LLGuidanceBackend
 
 __all__ = ["Engine", "EngineError"]
 
@@ -56,18 +60,34 @@ class Engine:
         return engine
 
     @classmethod
-    def from_parts(cls, config: EngineConfig, model: ServedModel, runner: Runner, max_total_tokens: int) -> Engine:
-        """An engine over a loaded model and a runner with a pool of that many tokens, which stay the caller's. Engines
-        may share a runner if only one at a time has requests and it flushes its cache before it takes over."""
+    def from_parts(
+        cls,
+        config: EngineConfig,
+        model: ServedModel,
+        runner: Runner,
+        max_total_tokens: int,
+        grammar_backend: GrammarBackend | None = None,
+    ) -> Engine:
+        """An engine over a loaded model, a runner with a pool of that many tokens, and what compiles grammars (None: it
+        takes none), all of which stay the caller's. Engines may share a runner if only one at a time has requests and
+        it flushes its cache before it takes over."""
         engine = cls.__new__(cls)
-        engine._set_up(config, model, runner, max_total_tokens)
+        engine._set_up(config, model, runner, max_total_tokens, grammar_backend)
         return engine
 
-    def _set_up(self, config: EngineConfig, model: ServedModel, runner: Runner, max_total_tokens: int) -> None:
+    def _set_up(
+        self,
+        config: EngineConfig,
+        model: ServedModel,
+        runner: Runner,
+        max_total_tokens: int,
+        grammar_backend: GrammarBackend | None,
+    ) -> None:
         self.config = config
         self.model = model
         self.runner = runner
         self.max_total_tokens = max_total_tokens
+        self.grammar_backend = grammar_backend
         self.tokenizer = model.tokenizer
         self.sampling_defaults: dict[str, Any] = dict(model.sampling_defaults)
         self._byte_ids = frozenset() if self.tokenizer is None else byte_tokens(self.tokenizer.backend.token_to_id)
@@ -77,6 +97,7 @@ class Engine:
             context_length=model.context_length,
             vocab_size=model.config.vocab_size,
             decode=None if self.tokenizer is None else self.tokenizer.decode,
+            grammar_backend=grammar_backend,
         )
         limits = Limits(
             vocab_size=model.config.vocab_size,
@@ -85,17 +106,20 @@ class Engine:
             max_prompt_len=self._scheduler.max_prompt_len,
             eos_token_ids=tuple(model.config.eos_token_ids),
             priorities=config.enable_priority_scheduling,
+            no_grammars=None if grammar_backend is not None else _why_no_grammars(config, model),
         )
         self._factory = RequestFactory(limits, self.tokenizer, config.random_seed)
         self._intake = threading.Lock()  # requests get their ids and seeds in order
         self._loop = Loop(self._scheduler, Driver(runner))
         self._owned_runner: OwnedRunner | None = None
+        self._owned_backend: LLGuidanceBackend | None = None
 
     def _load(self, config: EngineConfig, progress: Report | None) -> None:
         config = fit_chunk(config)
         model, runner, max_total_tokens = load(config, progress)
-        self._set_up(config, model, runner, max_total_tokens)
-        self._owned_runner = runner
+        backend = load_grammar_backend(config, model)
+        self._set_up(config, model, runner, max_total_tokens, backend)
+        self._owned_runner, self._owned_backend = runner, backend
 
     def generate(
         self,
@@ -106,6 +130,7 @@ class Engine:
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
         priority: int | Sequence[int] | None = None,
+        response_format: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
     ) -> Any:
         """One result, or a list of results in the order of a list of prompts; with `stream` an iterator of results.
 
@@ -115,12 +140,13 @@ class Engine:
         result holds everything so far; those of a list call carry "index". Closing the iterator aborts its requests.
 
         `sampling_params` are SamplingParams or a dict of its fields, with SamplingParams' defaults as in SGLang's
-        Engine; what the model's generation_config.json recommends is in `sampling_defaults`.
+        Engine; what the model's generation_config.json recommends is in `sampling_defaults`. `response_format` is
+        OpenAI's: {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": ...}}.
 
         Raises RequestError for a malformed request. In a list call a malformed request gets a result whose
         finish_reason is an abort with status_code 400 and the message, and the others run.
         """
-        given, many = split(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority)
+        given, many = split(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, response_format)
         call = self._open(given, many)
         if stream:
             return Stream(self._loop, call)
@@ -242,6 +268,8 @@ class Engine:
         if self._owned_runner is not None:
             self._owned_runner.shutdown()
             self._owned_runner = None
+        if self._owned_backend is not None:
+            self._owned_backend.shutdown()
 
     def __enter__(self) -> Engine:
         return self
@@ -269,3 +297,9 @@ class Engine:
                 opened[request.rid] = Ticket(request, detokenizer, call, index if many else None)
             self._loop.submit(call, opened)
         return call
+
+
+def _why_no_grammars(config: EngineConfig, model: ServedModel) -> str:
+    if config.grammar_backend == "none":
+        return "needs grammar_backend llguidance, not none"
+    return "needs a tokenizer and this model has none" if model.tokenizer is None else "needs a grammar backend"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxoverlap.core import Request, RequestError
+from jaxoverlap.grammar.response_format import schema_of
 from jaxoverlap.sampling_params import SamplingParams
 
 
@@ -28,6 +30,7 @@ class RequestInput:
     stream: Any = False
     return_logprob: Any = False
     priority: Any = None
+    response_format: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Limits:
     max_prompt_len: int
     eos_token_ids: tuple[int, ...] = ()
     priorities: bool = False  # enable_priority_scheduling
+    no_grammars: str | None = None  # why a request may not have a grammar
 
 
 class RequestFactory:
@@ -55,7 +59,7 @@ class RequestFactory:
 
     def make(self, given: RequestInput, live: Container[str] = ()) -> Request:
         """`live` are the ids in use. Raises RequestError; a refused request draws no seed."""
-        params = self._params(given.sampling_params)
+        params = self._params(given)
         rid = _rid(given.rid, live)
         for name in ("stream", "return_logprob"):
             if not isinstance(getattr(given, name), (bool, np.bool_)):
@@ -78,19 +82,22 @@ class RequestFactory:
             stop_ids=tuple(dict.fromkeys(stop_ids)),
         )
 
-    def _params(self, given: Any) -> SamplingParams:
-        if given is None:
-            given = {}
+    def _params(self, request: RequestInput) -> SamplingParams:
+        given = {} if request.sampling_params is None else request.sampling_params
         if not isinstance(given, (dict, SamplingParams)):
             raise RequestError(f"sampling_params must be a dict or SamplingParams, not {type(given).__name__}")
         try:
             params = SamplingParams.from_dict(given) if isinstance(given, dict) else given
         except (TypeError, ValueError, OverflowError) as e:
             raise RequestError(f"sampling_params: {e}") from None
-        if params.grammar_key is not None:
-            raise RequestError(
-                f"sampling_params: {params.grammar_key[0]} is not supported: there is no grammar backend"
-            )
+        try:
+            schema = schema_of(request.response_format)
+            params = params if schema is None else dataclasses.replace(params, json_schema=schema)
+        except ValueError as e:
+            raise RequestError(f"response_format: {e}") from None
+        if params.grammar_key is not None and self._limits.no_grammars is not None:
+            where = "response_format" if schema is not None else f"sampling_params: {params.grammar_key[0]}"
+            raise RequestError(f"{where} {self._limits.no_grammars}")
         for t in params.stop_token_ids or ():
             if t >= self._limits.vocab_size:
                 raise RequestError(
@@ -168,6 +175,7 @@ def split(
     stream: Any,
     return_logprob: Any,
     priority: Any,
+    response_format: Any = None,
 ) -> tuple[list[RequestInput], bool]:
     """The requests of one call, and whether it was a list call.
 
@@ -176,7 +184,8 @@ def split(
     """
     many = isinstance(prompt, (list, tuple)) or _is_rows(input_ids)
     if not many:
-        return [RequestInput(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority)], False
+        one = RequestInput(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, response_format)
+        return [one], False
     count = len(prompt) if isinstance(prompt, (list, tuple)) else len(input_ids)
     if isinstance(rid, str):
         rid = [f"{rid}_{i}" for i in range(count)]
@@ -189,10 +198,11 @@ def split(
             ("rid", rid),
             ("return_logprob", return_logprob),
             ("priority", priority),
+            ("response_format", response_format),
         )
     ]
     rows = zip(*columns, strict=True)
-    return [RequestInput(p, i, s, r, stream, logprob, prio) for p, i, s, r, logprob, prio in rows], True
+    return [RequestInput(p, i, s, r, stream, *rest) for p, i, s, r, *rest in rows], True
 
 
 def _is_rows(ids: Any) -> bool:
