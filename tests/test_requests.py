@@ -6,7 +6,14 @@ from jaxoverlap.core import RequestError
 from jaxoverlap.requests import Limits, RequestFactory, RequestInput, split
 from jaxoverlap.sampling_params import SamplingParams
 
-LIMITS = Limits(vocab_size=257, context_length=64, max_total_tokens=128, max_prompt_len=57, eos_token_ids=(256,))
+LIMITS = Limits(
+    vocab_size=257,
+    context_length=64,
+    max_total_tokens=128,
+    max_prompt_len=57,
+    eos_token_ids=(256,),
+    no_grammars="needs a grammar backend",
+)
 
 
 def factory(tokenizer=True, seed=0, **limits):
@@ -40,6 +47,8 @@ def factory(tokenizer=True, seed=0, **limits):
         ({"input_ids": [1], "return_logprob": "yes"}, ["return_logprob", "bool"]),
         ({"input_ids": [1], "priority": 1.0}, ["priority", "int"]),
         ({"input_ids": [1], "priority": 1}, ["priority", "enable_priority_scheduling"]),
+        ({"input_ids": [1], "response_format": {"type": "json_object"}}, ["response_format needs a grammar backend"]),
+        ({"input_ids": [1], "response_format": {"type": "xml"}}, ["response_format", "type", "'xml'", "json_schema"]),
     ],
 )
 def test_refused(given, parts):
