@@ -10,6 +10,7 @@ import dataclasses
 import math
 import numbers
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ NEED_PRIORITIES = (
     "disable_priority_preemption",
 )
 INT32_MAX = (1 << 31) - 1
+WHITESPACE = re.compile(r"(?:[ \t\n\r\[\]()*+?|]|\\[tnr]|\{[0-9]+(?:,[0-9]*)?\})*")  # regular expressions of it
 POSITIVE = (
     *("context_length", "max_running_requests", "max_total_tokens", "page_size", "max_prefill_tokens"),
     *("stream_interval", "new_token_ratio_decay_steps", "retract_decode_steps", "dp_size"),
@@ -125,6 +127,11 @@ class EngineConfig:
         for name in ("schedule_conservativeness", "grammar_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        pattern = self.constrained_json_whitespace_pattern
+        if not WHITESPACE.fullmatch(pattern):
+            raise ValueError(
+                f"constrained_json_whitespace_pattern must match spaces, \\t, \\n and \\r only, not {pattern!r}"
+            )
         if self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
             raise ValueError(f"chunked_prefill_size must be -1 or at least 1, not {self.chunked_prefill_size}")
         if self.chunked_prefill_size > 0 and self.chunked_prefill_size % self.page_size:

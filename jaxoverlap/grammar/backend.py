@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -112,7 +112,7 @@ class LLGuidanceBackend:
 
     def fill_masks(self, rows: Sequence[tuple[int, Grammar]], words: np.ndarray) -> None:
         """The mask of each (row, grammar) into int32 [B, 1, ceil(vocab / 32)], in parallel and without the GIL."""
-        matchers = [(grammar.matcher, i) for i, grammar in rows if isinstance(grammar, LLGrammar)]
+        matchers = [(cast(LLGrammar, grammar).matcher, i) for i, grammar in rows]
         self._executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.strides[0], len(words))
 
     def shutdown(self) -> None:
@@ -154,5 +154,7 @@ class LLGuidanceBackend:
 
 def error_of(matcher: LLMatcher) -> str:
     """llguidance's message, without what it repeats of the grammar."""
-    message = matcher.get_error().split("\n<")[0].strip()[:LONGEST_ERROR]
+    message = matcher.get_error().split("\n<")[0].strip()
+    if len(message) > LONGEST_ERROR:
+        message = f"{message[: LONGEST_ERROR // 2]} ... {message[-LONGEST_ERROR // 2 :]}"
     return "it allows no output" if message in ("", "NoExtensionBias") else message
