@@ -18,7 +18,7 @@ from jaxoverlap.tokenizer import Tokenizer
 
 KEPT = 256  # compiled grammars
 COMPILERS = 2  # threads
-LONGEST_ERROR = 500  # characters
+MOST_LINES, LONGEST_LINE = 8, 160  # of an error; it may repeat the whole grammar
 LIMITS = LLParserLimits(verbose_errors=False)  # llguidance's own bounds on the work of a mask: milliseconds
 
 
@@ -154,7 +154,6 @@ class LLGuidanceBackend:
 
 def error_of(matcher: LLMatcher) -> str:
     """llguidance's message, without what it repeats of the grammar."""
-    message = matcher.get_error().split("\n<")[0].strip()
-    if len(message) > LONGEST_ERROR:
-        message = f"{message[: LONGEST_ERROR // 2]} ... {message[-LONGEST_ERROR // 2 :]}"
+    lines = matcher.get_error().split("\n<")[0].strip().splitlines()
+    message = "\n".join(line[:LONGEST_LINE] for line in lines[:MOST_LINES])
     return "it allows no output" if message in ("", "NoExtensionBias") else message

@@ -142,7 +142,7 @@ def test_rows_of_a_batch_are_filled_like_single_ones(backend):
         ("json_schema", '{"pattern": "^a$", "minLength": 2, "type": "string"}', "Unsatisfiable"),
         ("regex", "[", "unclosed character class"),
         ("regex", "(?=a)a", "look-around"),
-        ("regex", "(" * 100_000 + ")" * 100_000, "nest"),
+        ("regex", "(" * 100_000 + ")" * 100_000, "nested parentheses"),
         ("ebnf", "nonsense", "GBNF"),
         ("ebnf", "root ::= other", "'other' not found"),
         ("ebnf", "start: " + "(" * 100_000 + '"a"' + ")" * 100_000, "too deeply nested"),
@@ -151,7 +151,7 @@ def test_rows_of_a_batch_are_filled_like_single_ones(backend):
 def test_refused_grammars(backend, kind, text, part):
     with pytest.raises(ValueError, match=re.escape(part)) as e:
         grammar(backend, kind, text)
-    assert len(str(e.value)) < 1000
+    assert len(str(e.value)) < 1500
 
 
 def test_tuples_of_draft_7_are_enforced(backend):
