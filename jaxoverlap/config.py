@@ -10,6 +10,7 @@ import dataclasses
 import math
 import numbers
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ NEED_PRIORITIES = (
     "disable_priority_preemption",
 )
 INT32_MAX = (1 << 31) - 1
+WHITESPACE = re.compile(r"(?:[ \t\n\r\[\]()*+?|]|\\[tnr]|\{[0-9]+(?:,[0-9]*)?\})*")  # regular expressions of it
 POSITIVE = (
     *("context_length", "max_running_requests", "max_total_tokens", "page_size", "max_prefill_tokens"),
     *("stream_interval", "new_token_ratio_decay_steps", "retract_decode_steps", "dp_size"),
@@ -93,6 +95,16 @@ class EngineConfig:
     finish_order: Literal["sglang", "stop-first"] = setting(
         "sglang", "stop-first: a stop at the cap is reported as a stop"
     )
+    grammar_backend: Literal["llguidance", "none"] = setting(
+        "llguidance", "what compiles json_schema, regex and ebnf; none: they are refused, and fewer programs compiled"
+    )
+    grammar_timeout: float = setting(50.0, "seconds that a request waits for its grammar to be compiled")
+    constrained_json_whitespace_pattern: str = setting(
+        "[ ]?", "regular expression of what may stand between the parts of constrained JSON"
+    )
+    delay_sampling: Literal["sglang", "when-needed"] = setting(
+        "sglang", "when-needed: not where every mask is known before the result in flight is; the same tokens"
+    )
     audit: bool = setting(False, "check pages, slots and locks after every turn (debug)")
     poison_future_map: bool = setting(False, "poison FutureMap rows and check every gather (debug)")
     kernels: Literal["auto", "pallas", "xla", "interpret"] = setting(
@@ -119,8 +131,14 @@ class EngineConfig:
                 raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
         if self.max_logprobs < 0:
             raise ValueError(f"max_logprobs must be at least 0, not {self.max_logprobs}")
-        if self.schedule_conservativeness <= 0:
-            raise ValueError(f"schedule_conservativeness must be above 0, not {self.schedule_conservativeness}")
+        for name in ("schedule_conservativeness", "grammar_timeout"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        pattern = self.constrained_json_whitespace_pattern
+        if not WHITESPACE.fullmatch(pattern):
+            raise ValueError(
+                f"constrained_json_whitespace_pattern must match spaces, \\t, \\n and \\r only, not {pattern!r}"
+            )
         if self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
             raise ValueError(f"chunked_prefill_size must be -1 or at least 1, not {self.chunked_prefill_size}")
         if self.chunked_prefill_size > 0 and self.chunked_prefill_size % self.page_size:

@@ -71,6 +71,9 @@ class Grammar(Protocol):
     def fill_mask(self, words: np.ndarray, ahead: int) -> None:
         """Writes the allowed ids as packed bits into int32 [ahead, ceil(vocab / 32)]: row j for the token j ahead."""
 
+    def after(self, token: int) -> Grammar:
+        """A copy that has taken `token`, the only one that the mask allowed."""
+
 
 @dataclass(eq=False, slots=True)
 class Request:
@@ -93,6 +96,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()  # EOS and stop_token_ids; empty with ignore_eos
 
     grammar: Grammar | None = None
+    forced_token: int = -1  # the only one that the grammar allowed the launch in flight, where it is known
     arrival: int = -1  # order of entering the waiting queue
     finish_reason: FinishReason | None = None
     to_finish: FinishReason | None = None  # an abort, realised at the next commit

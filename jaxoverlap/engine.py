@@ -12,7 +12,7 @@ import threading
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxoverlap.calls import Call, Ticket, refusal
 from jaxoverlap.config import EngineConfig
@@ -21,15 +21,19 @@ from jaxoverlap.detokenizer import Detokenizer
 from jaxoverlap.device.buckets import fit_chunk
 from jaxoverlap.driver import Driver
 from jaxoverlap.growing_text import byte_tokens
-from jaxoverlap.loading import OwnedRunner, ServedModel, load
+from jaxoverlap.loading import OwnedRunner, ServedModel, load, load_grammar_backend
 from jaxoverlap.loop import EngineError, Loop
 from jaxoverlap.progress import Report
 from jaxoverlap.requests import Limits, RequestFactory, RequestInput, prompt_alone, split
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler import Scheduler
+from jaxoverlap.scheduler.grammar_queue import GrammarBackend
 from jaxoverlap.stream import Stream, raise_refused
 from jaxoverlap.trace.events import Trace
 from jaxoverlap.trace.recorder import Annotator, Recorder
+
+if TYPE_CHECKING:
+    from jaxoverlap.grammar.backend import LLGuidanceBackend
 
 __all__ = ["Engine", "EngineError"]
 
@@ -58,18 +62,34 @@ class Engine:
         return engine
 
     @classmethod
-    def from_parts(cls, config: EngineConfig, model: ServedModel, runner: Runner, max_total_tokens: int) -> Engine:
-        """An engine over a loaded model and a runner with a pool of that many tokens, which stay the caller's. Engines
-        may share a runner if only one at a time has requests and it flushes its cache before it takes over."""
+    def from_parts(
+        cls,
+        config: EngineConfig,
+        model: ServedModel,
+        runner: Runner,
+        max_total_tokens: int,
+        grammar_backend: GrammarBackend | None = None,
+    ) -> Engine:
+        """An engine over a loaded model, a runner with a pool of that many tokens, and what compiles grammars (None: it
+        takes none), all of which stay the caller's. Engines may share a runner if only one at a time has requests and
+        it flushes its cache before it takes over."""
         engine = cls.__new__(cls)
-        engine._set_up(config, model, runner, max_total_tokens)
+        engine._set_up(config, model, runner, max_total_tokens, grammar_backend)
         return engine
 
-    def _set_up(self, config: EngineConfig, model: ServedModel, runner: Runner, max_total_tokens: int) -> None:
+    def _set_up(
+        self,
+        config: EngineConfig,
+        model: ServedModel,
+        runner: Runner,
+        max_total_tokens: int,
+        grammar_backend: GrammarBackend | None,
+    ) -> None:
         self.config = config
         self.model = model
         self.runner = runner
         self.max_total_tokens = max_total_tokens
+        self.grammar_backend = grammar_backend
         self.tokenizer = model.tokenizer
         self.sampling_defaults: dict[str, Any] = dict(model.sampling_defaults)
         self._byte_ids = frozenset() if self.tokenizer is None else byte_tokens(self.tokenizer.backend.token_to_id)
@@ -80,6 +100,7 @@ class Engine:
             vocab_size=model.config.vocab_size,
             decode=None if self.tokenizer is None else partial(self.tokenizer.decode, skip_special_tokens=False),
             byte_ids=self._byte_ids,
+            grammar_backend=grammar_backend,
         )
         limits = Limits(
             vocab_size=model.config.vocab_size,
@@ -89,17 +110,20 @@ class Engine:
             eos_token_ids=tuple(model.config.eos_token_ids),
             priorities=config.enable_priority_scheduling,
             max_logprobs=min(config.max_logprobs, getattr(runner, "max_logprobs", 0)),
+            no_grammars=None if grammar_backend is not None else _why_no_grammars(config, model),
         )
         self._factory = RequestFactory(limits, self.tokenizer, config.random_seed)
         self._intake = threading.Lock()  # requests get their ids and seeds in order
         self._loop = Loop(self._scheduler, Driver(runner))
         self._owned_runner: OwnedRunner | None = None
+        self._owned_backend: LLGuidanceBackend | None = None
 
     def _load(self, config: EngineConfig, progress: Report | None) -> None:
         config = fit_chunk(config)
         model, runner, max_total_tokens = load(config, progress)
-        self._set_up(config, model, runner, max_total_tokens)
-        self._owned_runner = runner
+        backend = load_grammar_backend(config, model)
+        self._set_up(config, model, runner, max_total_tokens, backend)
+        self._owned_runner, self._owned_backend = runner, backend
 
     def generate(
         self,
@@ -113,6 +137,7 @@ class Engine:
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
         priority: int | Sequence[int] | None = None,
+        response_format: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
     ) -> Any:
         """One result, or a list of results in the order of a list of prompts; with `stream` an iterator of results.
         `n` above 1 makes a list too: n results for each prompt, one behind the other. They have the ids `rid_0`,
@@ -131,13 +156,16 @@ class Engine:
         the output tokens' own need the setting max_logprobs, the most that may be asked for.
 
         `sampling_params` are SamplingParams or a dict of its fields, with SamplingParams' defaults as in SGLang's
-        Engine; what the model's generation_config.json recommends is in `sampling_defaults`.
+        Engine; what the model's generation_config.json recommends is in `sampling_defaults`. `response_format` is
+        OpenAI's: {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": ...}}.
 
         Raises RequestError for a malformed request. In a list call a malformed request gets a result whose
         finish_reason is an abort with status_code 400 and the message, and the others run.
         """
         details = (logprob_start_len, top_logprobs_num, token_ids_logprob)
-        given, many = split(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details)
+        given, many = split(
+            prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details, response_format
+        )
         call = self._open(given, many)
         if stream:
             return Stream(self._loop, call)
@@ -260,6 +288,8 @@ class Engine:
         if self._owned_runner is not None:
             self._owned_runner.shutdown()
             self._owned_runner = None
+        if self._owned_backend is not None:
+            self._owned_backend.shutdown()
 
     def __enter__(self) -> Engine:
         return self
@@ -305,3 +335,9 @@ class Engine:
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         return None if self.tokenizer is None else Detokenizer(self.tokenizer, request.params, self._byte_ids)
+
+
+def _why_no_grammars(config: EngineConfig, model: ServedModel) -> str:
+    if config.grammar_backend == "none":
+        return "needs grammar_backend llguidance, not none"
+    return "needs a tokenizer and this model has none" if model.tokenizer is None else "needs a grammar backend"

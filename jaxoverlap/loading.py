@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Runner
 from jaxoverlap.paths import cache_dir
 from jaxoverlap.progress import Report, silent
 from jaxoverlap.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxoverlap.grammar.backend import LLGuidanceBackend
 
 
 class ServedModel(Protocol):
@@ -63,10 +66,35 @@ def load(config: EngineConfig, progress: Report | None = None) -> tuple[ServedMo
     total = config.max_total_tokens
     if total is None:
         total = default_max_total_tokens(model.module.cache_shapes, config, model.context_length)
-    runner = JaxRunner(model.module, config, max_total_tokens=total, context_length=model.context_length)
+    runner = JaxRunner(
+        model.module,
+        config,
+        max_total_tokens=total,
+        context_length=model.context_length,
+        cut=takes_grammars(config, model),
+    )
     if not config.skip_warmup:
         runner.warm_up(lambda done, total, _: report("compile", done, total))
     return model, runner, total
+
+
+def takes_grammars(config: EngineConfig, model: ServedModel) -> bool:
+    return config.grammar_backend != "none" and model.tokenizer is not None
+
+
+def load_grammar_backend(config: EngineConfig, model: ServedModel) -> LLGuidanceBackend | None:
+    """None where the configuration or the model takes no grammars."""
+    if not takes_grammars(config, model):
+        return None
+    from jaxoverlap.grammar.backend import LLGuidanceBackend
+
+    assert model.tokenizer is not None
+    return LLGuidanceBackend(
+        model.tokenizer,
+        model.config.vocab_size,
+        model.config.eos_token_ids,
+        config.constrained_json_whitespace_pattern,
+    )
 
 
 def check_supported(config: EngineConfig) -> None:

@@ -14,6 +14,7 @@ from jaxoverlap.interrupts import HeldInterrupts
 from jaxoverlap.scheduler import Scheduler
 
 STILL_TURNS = 8  # a bubble takes one
+GRAMMAR_POLL = 1e-3  # seconds between turns that only wait for grammars (SGLang: 5e-3)
 Done = Callable[[], bool]  # asked by the driver between turns, and by the others under the lock
 
 
@@ -164,6 +165,8 @@ class Loop:
                         waiter.notify()
             if told:
                 self.driver.stream(begin, time.perf_counter())
+            if self.scheduler.only_compiles:
+                time.sleep(GRAMMAR_POLL)
         except EngineError:
             raise
         except BaseException as e:

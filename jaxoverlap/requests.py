@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxoverlap.core import Request, RequestError
+from jaxoverlap.grammar.response_format import schema_of
 from jaxoverlap.logprobs import LogprobDetails
 from jaxoverlap.sampling_params import SamplingParams
 
@@ -34,6 +35,7 @@ class RequestInput:
     logprob_start_len: Any = None
     top_logprobs_num: Any = None
     token_ids_logprob: Any = None
+    response_format: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Limits:
     eos_token_ids: tuple[int, ...] = ()
     priorities: bool = False  # enable_priority_scheduling
     max_logprobs: int = 0
+    no_grammars: str | None = None  # why a request may not have a grammar
 
 
 class RequestFactory:
@@ -62,7 +65,7 @@ class RequestFactory:
 
     def make(self, given: RequestInput, live: Container[str] = ()) -> Request:
         """`live` are the ids in use. Raises RequestError; a refused request draws no seed."""
-        params = self._params(given.sampling_params)
+        params = self._params(given)
         rid = _rid(given.rid, live, params.n)
         for name in ("stream", "return_logprob"):
             if not isinstance(getattr(given, name), (bool, np.bool_)):
@@ -101,19 +104,22 @@ class RequestFactory:
             seeds = [(given + i * SEED_STEP) % (1 << 32) for i in range(n)]
         return [replace(request, rid=f"{request.rid}_{i}", seed=seed) for i, seed in enumerate(seeds)]
 
-    def _params(self, given: Any) -> SamplingParams:
-        if given is None:
-            given = {}
+    def _params(self, request: RequestInput) -> SamplingParams:
+        given = {} if request.sampling_params is None else request.sampling_params
         if not isinstance(given, (dict, SamplingParams)):
             raise RequestError(f"sampling_params must be a dict or SamplingParams, not {type(given).__name__}")
         try:
             params = SamplingParams.from_dict(given) if isinstance(given, dict) else given
         except (TypeError, ValueError, OverflowError) as e:
             raise RequestError(f"sampling_params: {e}") from None
-        if params.grammar_key is not None:
-            raise RequestError(
-                f"sampling_params: {params.grammar_key[0]} is not supported: there is no grammar backend"
-            )
+        try:
+            schema = schema_of(request.response_format)
+            params = params if schema is None else replace(params, json_schema=schema)
+        except ValueError as e:
+            raise RequestError(f"response_format: {e}") from None
+        if params.grammar_key is not None and self._limits.no_grammars is not None:
+            where = "response_format" if schema is not None else f"sampling_params: {params.grammar_key[0]}"
+            raise RequestError(f"{where} {self._limits.no_grammars}")
         for name in ("stop_token_ids", "logit_bias"):
             for t in getattr(params, name) or ():
                 if t >= self._limits.vocab_size:
@@ -247,6 +253,7 @@ def split(
     logprob_start_len: Any = None,
     top_logprobs_num: Any = None,
     token_ids_logprob: Any = None,
+    response_format: Any = None,
 ) -> tuple[list[RequestInput], bool]:
     """The requests of one call, and whether it was a list call.
 
@@ -257,9 +264,8 @@ def split(
     many = isinstance(prompt, (list, tuple)) or _is_rows(input_ids)
     if not many:
         details = (logprob_start_len, top_logprobs_num, token_ids_logprob)
-        return [
-            RequestInput(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details)
-        ], False
+        more = (priority, *details, response_format)
+        return [RequestInput(prompt, input_ids, sampling_params, rid, stream, return_logprob, *more)], False
     count = len(prompt) if isinstance(prompt, (list, tuple)) else len(input_ids)
     if isinstance(rid, str):
         rid = [f"{rid}_{i}" for i in range(count)]
@@ -277,6 +283,7 @@ def split(
             ("logprob_start_len", logprob_start_len),
             ("top_logprobs_num", top_logprobs_num),
             ("token_ids_logprob", token_ids_logprob),
+            ("response_format", response_format),
         )
     ]
     rows = zip(*columns, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 from dataclasses import dataclass, fields
@@ -36,7 +37,8 @@ class SamplingParams:
     `max_new_tokens` None means up to the context length. `temperature` below 1e-6 is greedy (argmax, lowest id on
     ties). `top_k` -1 is off. `sampling_seed` fixes the request's noise: token i depends on (seed, position) alone; of
     `n` copies the first has the noise of a request alone, copy i that of RequestFactory.copies. `stop_regex` is
-    searched in the whole output text after every token, and refused where it is not regular (stop_regex.py).
+    searched in the whole output text after every token, and refused where it is not regular (stop_regex.py). At most
+    one of `json_schema` ("$$ANY$$": any JSON), `regex` and `ebnf` (GBNF or llguidance's Lark) constrains the text.
     `spaces_between_special_tokens` changes nothing: the tokenizers of transformers 5, and ours, put no spaces there.
     `logit_bias` maps token ids, or their digits, to what is added to the logits; kept as {int: float}. None is the
     default of every other field. Raises ValueError naming the field, on construction for types and ranges.
@@ -55,7 +57,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
     n: int = 1
-    json_schema: str | None = None
+    json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
@@ -82,6 +84,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value != off or isinstance(value, bool) != isinstance(off, bool):
                 raise ValueError(f"{name} is not supported yet: leave it at {off!r}")
+        if isinstance(self.json_schema, dict):
+            self._keep("json_schema", _json("json_schema", self.json_schema))
         given = [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
         for name in given:
             if not isinstance(getattr(self, name), str):
@@ -133,6 +137,13 @@ class SamplingParams:
     def grammar_key(self) -> tuple[str, str] | None:
         """(kind, text) of the grammar asked for."""
         return next(((n, getattr(self, n)) for n in GRAMMAR_FIELDS if getattr(self, n) is not None), None)
+
+
+def _json(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ValueError(f"{name} is not JSON: {e}") from None
 
 
 def _strings(name: str, values: Any) -> tuple[str, ...]:

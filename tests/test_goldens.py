@@ -26,6 +26,7 @@ def parts(demo_model):
         max_total_tokens=2560,
         max_running_requests=SLOTS,
         chunked_prefill_size=128,
+        grammar_backend="none",
     )
     model, runner, total = load(config)
     yield config, model, runner, total

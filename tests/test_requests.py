@@ -13,6 +13,7 @@ LIMITS = Limits(
     max_prompt_len=57,
     eos_token_ids=(256,),
     max_logprobs=4,
+    no_grammars="needs a grammar backend",
 )
 ASKED = {"input_ids": [1, 2], "return_logprob": True}
 
@@ -61,6 +62,8 @@ def factory(tokenizer=True, seed=0, **limits):
         ({**ASKED, "token_ids_logprob": [1] * 5}, ["token_ids_logprob asks for 5 ids", "max_logprobs 4"]),
         ({"input_ids": [1], "priority": 1.0}, ["priority", "int"]),
         ({"input_ids": [1], "priority": 1}, ["priority", "enable_priority_scheduling"]),
+        ({"input_ids": [1], "response_format": {"type": "json_object"}}, ["response_format needs a grammar backend"]),
+        ({"input_ids": [1], "response_format": {"type": "xml"}}, ["response_format", "type", "'xml'", "json_schema"]),
     ],
 )
 def test_refused(given, parts):

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxoverlap.bench import compose, gpu, host, overlap
+from jaxoverlap.bench import compose, gpu, grammars, host, overlap
 from jaxoverlap.cli import (
     UsageError,
     add_command,
@@ -19,7 +19,7 @@ from jaxoverlap.cli import (
     write_json,
 )
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.loading import load
+from jaxoverlap.loading import load, load_grammar_backend
 from jaxoverlap.progress import bars
 
 ARRIVALS = 512  # in data/
@@ -54,6 +54,9 @@ def register(subparsers: Any) -> None:
     bench.add_argument("--scale", type=seconds, default=0.1, help="share of the recorded lengths [0.1]")
     bench.add_argument("--load", type=seconds, default=0.5, help="arrivals / what the slots can decode [0.5]")
     bench.add_argument("--turns", type=positive, default=32, metavar="N", help="decode steps a measured run [32]")
+    bench.add_argument(
+        "--grammar-share", type=shares, metavar="S,S", help="instead: what grammars cost, by share of the requests"
+    )
     add_config_flags(bench, leave_out=("disable_overlap_schedule", "max_running_requests", *SIMULATED))
 
     bench = _add(benches, "compose", "composing a batch: long queues and large prefix trees", run_compose)
@@ -124,6 +127,8 @@ def run_offline(args: argparse.Namespace) -> int:
         raise UsageError(f"--requests must be at most {ARRIVALS}, not {args.requests}")
     if args.turns < 4:
         raise UsageError(f"--turns must be at least 4, not {args.turns}")
+    if args.grammar_share is not None:
+        return run_grammars(args)
     config = _model_config(args, max(256, 48 + args.turns))
     with bars() as report:
         from jaxoverlap.bench import offline
@@ -149,10 +154,27 @@ def run_offline(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model_config(args: argparse.Namespace, length: int) -> EngineConfig:
+def run_grammars(args: argparse.Namespace) -> int:
+    """`bench offline --grammar-share`."""
+    config = _model_config(args, grammars.PROMPT + args.turns + 16, grammar_backend="llguidance")
+    with bars() as report:
+        model, runner, _ = load(config, report)
+        backend = load_grammar_backend(config, model)
+        if backend is None:
+            raise UsageError(f"--grammar-share needs grammar_backend llguidance and a tokenizer ({model.name})")
+        rows = grammars.measure(config, model, runner, backend, args.grammar_share, args.batch, args.turns, report)
+        backend.shutdown()
+        runner.shutdown()
+    title = f"{config.model_path}: ms a decode step; mask, idle: filling masks late, and the device waiting for it"
+    grammars.show(console(args), rows, title)
+    write_json(args, {"offline": {"model": config.model_path, "grammars": rows}})
+    return 0 if all(row["tokens_equal"] for row in rows) else 1
+
+
+def _model_config(args: argparse.Namespace, length: int, grammar_backend: str = "none") -> EngineConfig:
     """For `args.batch` and requests of up to `length` tokens."""
     batch = max(args.batch)
-    config = read_config(args, max_running_requests=batch, context_length=length)
+    config = read_config(args, max_running_requests=batch, context_length=length, grammar_backend=grammar_backend)
     page = config.page_size
     if config.device == "simulated":
         raise UsageError("this needs a model: JAXOVERLAP_DEVICE must not be simulated")
@@ -198,6 +220,16 @@ def positive(text: str) -> int:
 
 def counts(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
+
+
+def shares(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = (-1.0,)
+    if not all(0 <= value <= 1 for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers from 0 to 1")
+    return values
 
 
 def seconds(text: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from jaxoverlap.cli import (
@@ -45,15 +46,29 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--n", type=int, default=1, help="completions of each prompt")
     group.add_argument("--sampling-seed", type=int, help="fixes the noise of every prompt")
     group.add_argument("--ignore-eos", action="store_true", help="do not end at the end-of-sequence token")
+    grammar = group.add_mutually_exclusive_group()
+    grammar.add_argument("--json-schema", type=json_schema, metavar="FILE", help="JSON of this schema: a file, or text")
+    grammar.add_argument("--regex", help="text that this regular expression matches as a whole")
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """Raises UsageError."""
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_regex", "n", "sampling_seed")
+    names = ["max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_regex", "n", "sampling_seed"]
+    names += ["json_schema", "regex"]
     try:
         return SamplingParams(ignore_eos=args.ignore_eos, **{name: getattr(args, name) for name in names})
     except ValueError as e:
         raise UsageError(str(e)) from None
+
+
+def json_schema(text: str) -> str:
+    """A schema's text: `text` itself where it is an object, else the file's."""
+    if text.lstrip().startswith("{"):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a JSON object nor a readable file: {e}") from None
 
 
 def ids(text: str) -> list[int]:
@@ -65,7 +80,9 @@ def ids(text: str) -> list[int]:
 
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
-    config = read_config(args, max_running_requests=min(16, params.n * len(args.prompt or args.input_ids)))
+    grammars = "none" if params.grammar_key is None else "llguidance"  # none: half as many programs to compile
+    slots = min(16, params.n * len(args.prompt or args.input_ids))
+    config = read_config(args, max_running_requests=slots, grammar_backend=grammars)
     check_json_flag(args)
     if args.chat and args.prompt is None:
         raise UsageError("--chat needs --prompt")

@@ -64,7 +64,7 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     texts = read_prompts(args.prompts) if args.prompts is not None else args.prompt
     batch = args.batch or len(texts or QUESTIONS)
-    config = read_config(args, max_running_requests=min(batch, 16))
+    config = read_config(args, max_running_requests=min(batch, 16), grammar_backend="none")
     if config.disable_overlap_schedule:
         raise UsageError("compare runs both loops: JAXOVERLAP_DISABLE_OVERLAP_SCHEDULE must not be set")
     if args.temperature < 0:

@@ -210,6 +210,10 @@ class JaxRunner:
     def is_ready(self, handle: Handle) -> bool:
         return handle.outputs is not None and all(x.is_ready() for x in handle.arrays())  # type: ignore[attr-defined]
 
+    def is_forward_ready(self, handle: Handle) -> bool:
+        """Of a launch with `delay_sample` that waits for its sampling: whether the device has nothing left to do."""
+        return handle.logits is not None and handle.logits[0].is_ready()  # type: ignore[attr-defined]
+
     def block(self, handle: Handle) -> None:
         """Returns once what has been launched for `handle` (the forward alone, before `sample`) is done; any thread."""
         jax.block_until_ready(handle.arrays())

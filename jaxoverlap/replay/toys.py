@@ -3,10 +3,11 @@ a real grammar backend does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxoverlap.core import Grammar
 from jaxoverlap.replay.scenario import EOS
 
 FIRST = 910
@@ -30,6 +31,12 @@ class ToyGrammar:
             token = self.tokens[self.taken + j]
             words[j] = 0
             words[j, token // 32] = np.array(1 << token % 32, np.uint32).view(np.int32)
+
+    def after(self, token: int) -> ToyGrammar:
+        copy = ToyGrammar(len(self.tokens) - 1)
+        copy.taken = self.taken
+        copy.accept_token(token)
+        return copy
 
 
 class ToyCompilation:
@@ -61,7 +68,11 @@ class ToyGrammarBackend:
     def compile(self, key: tuple[str, str]) -> ToyCompilation:
         return ToyCompilation(self, key, self.turn() + self.compile_turns)
 
+    def fill_masks(self, rows: Sequence[tuple[int, Grammar]], words: np.ndarray) -> None:
+        for i, grammar in rows:
+            grammar.fill_mask(words[i], words.shape[1])
 
-def toy_text(ids: np.ndarray) -> str:
+
+def toy_text(ids: Ids) -> str:
     """The text of token t is `<t>`."""
     return "".join(f"<{t}>" for t in ids)

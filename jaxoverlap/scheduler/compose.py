@@ -11,9 +11,9 @@ import numpy as np
 from jaxoverlap.core import Batch, ForwardMode, Launch, Sync
 from jaxoverlap.scheduler import batches
 from jaxoverlap.scheduler.decode import update_running_batch
-from jaxoverlap.scheduler.grammar_queue import fill_masks
 from jaxoverlap.scheduler.intake import ABORTED, merge_last
 from jaxoverlap.scheduler.logprobs import input_spans
+from jaxoverlap.scheduler.masks import fill_masks, known_masks
 from jaxoverlap.scheduler.prefill import get_new_batch_prefill
 from jaxoverlap.scheduler.results import finish_without_result
 
@@ -127,5 +127,11 @@ def snapshot(s: Scheduler, batch: Batch) -> Launch:
     )
     if batch.has_grammar and not delay_sample:
         launch = dataclasses.replace(launch, mask=fill_masks(s, launch))
+    elif batch.has_grammar and s.config.delay_sampling == "when-needed":
+        mask = known_masks(s, launch)
+        if mask is not None:
+            launch = dataclasses.replace(launch, delay_sample=False, mask=mask)
+            s.counters.sampling_not_delayed += 1
+    s.counters.sampling_delayed += launch.delay_sample
     s.last_launch = launch
     return launch

@@ -33,7 +33,8 @@ def find_finish(s: Scheduler, r: Request, new_tokens: int) -> Finish | None:
     """
     outputs = r.output_ids
     n, cap = len(outputs), r.max_new_tokens
-    if r.to_finish is None and n < cap and r.grammar is not None and r.grammar.is_terminated():
+    before_cap = n < cap or (n == cap and s.config.finish_order == "stop-first")
+    if r.to_finish is None and before_cap and r.grammar is not None and r.grammar.is_terminated():
         return Finish(FinishReason("stop", matched=int(outputs[-1])), n)
     stop = find_stop(s, r, outputs[:cap], n - new_tokens)
     if r.to_finish is not None:

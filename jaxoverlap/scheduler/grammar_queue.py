@@ -1,15 +1,14 @@
-"""Requests whose grammar is being compiled, and the masks of those whose grammar runs."""
+"""Requests whose grammar is being compiled (SGLang's grammar queue)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import time
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
-from jaxoverlap.core import FinishReason, Grammar, Launch, Request
-
-if TYPE_CHECKING:
-    from jaxoverlap.scheduler.scheduler import Scheduler
+from jaxoverlap.core import FinishReason, Grammar, Request
 
 
 class Compilation(Protocol):
@@ -28,13 +27,21 @@ class GrammarBackend(Protocol):
     def compiled(self, key: tuple[str, str]) -> Grammar | None:
         """A fresh state of a grammar that is compiled already."""
 
-    def compile(self, key: tuple[str, str]) -> Compilation: ...
+    def compile(self, key: tuple[str, str]) -> Compilation:
+        """Its result raises ValueError for a grammar that is none; the request ends with the message."""
+
+    def fill_masks(self, rows: Sequence[tuple[int, Grammar]], words: np.ndarray) -> None:
+        """The mask of each (row, grammar) into int32 [B, ahead, ceil(vocab / 32)]; the other rows stay as they are."""
 
 
 class GrammarQueue:
-    def __init__(self, backend: GrammarBackend | None) -> None:
+    """`timeout`: seconds that a request waits for its grammar."""
+
+    def __init__(self, backend: GrammarBackend | None, timeout: float) -> None:
         self.backend = backend
+        self.timeout = timeout
         self.pending: dict[Request, Compilation] = {}
+        self._deadlines: dict[Request, float] = {}  # time.monotonic()
         self._failed: set[Request] = set()
 
     def take_compiled(self, request: Request) -> bool:
@@ -49,6 +56,7 @@ class GrammarQueue:
         assert key is not None
         assert self.backend is not None
         self.pending[request] = self.backend.compile(key)
+        self._deadlines[request] = time.monotonic() + self.timeout
 
     def fail(self, request: Request, reason: FinishReason) -> None:
         """The request runs a prefill of one token and ends there with `reason` (SGLang's set_finish_with_abort)."""
@@ -59,24 +67,21 @@ class GrammarQueue:
 
     def take_ready(self) -> list[Request]:
         """Those whose grammar is ready, or whose wait has failed, in the order in which they came."""
+        now = time.monotonic()
+        for r, compilation in self.pending.items():
+            if now > self._deadlines[r] and not compilation.done() and r not in self._failed:
+                self.fail(r, _refused(f"the grammar was not compiled within grammar_timeout, {self.timeout:g} s"))
         ready = [r for r, c in self.pending.items() if r in self._failed or c.done()]
         for r in ready:
             if r not in self._failed:
                 try:
                     r.grammar = self.pending[r].result()
                 except ValueError as e:
-                    self.fail(r, FinishReason("abort", message=str(e), status_code=400, err_type="BadRequestError"))
-            del self.pending[r]
+                    self.fail(r, _refused(str(e)))
+            del self.pending[r], self._deadlines[r]
             self._failed.discard(r)
         return ready
 
 
-def fill_masks(s: Scheduler, launch: Launch) -> np.ndarray:
-    """int32 [B, ahead, ceil(vocab / 32)], allowed ids as bits; rows without a live grammar allow everything."""
-    verifies = s.is_speculative and launch.mode.is_decode
-    ahead = s.config.speculative_num_draft_tokens if verifies else 1
-    words = np.full((len(launch.requests), ahead, -(-s.vocab_size // 32)), -1, np.int32)
-    for i, r in enumerate(launch.requests):
-        if r.grammar is not None and not r.finished and not r.grammar.is_terminated():
-            r.grammar.fill_mask(words[i], ahead)
-    return words
+def _refused(message: str) -> FinishReason:
+    return FinishReason("abort", message=message, status_code=400, err_type="BadRequestError")

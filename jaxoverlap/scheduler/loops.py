@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from jaxoverlap.core import Sample, Turn, Wait
 from jaxoverlap.scheduler.compose import get_next_batch_to_run, snapshot
-from jaxoverlap.scheduler.grammar_queue import fill_masks
 from jaxoverlap.scheduler.idle import on_idle
 from jaxoverlap.scheduler.intake import process_input_requests
+from jaxoverlap.scheduler.masks import fill_masks
 from jaxoverlap.scheduler.overlap import is_disable_overlap_for_batch
 from jaxoverlap.scheduler.results import pop_and_process, process_batch_result
 
@@ -62,5 +62,8 @@ def event_loop_overlap(s: Scheduler) -> Turn:
     elif batch is None:
         on_idle(s)
     if batch is not None and launch.delay_sample:
-        yield Sample(launch, handle, fill_masks(s, launch))
+        mask = fill_masks(s, launch)
+        if s.watch is not None:
+            s.watch.mark("mask")
+        yield Sample(launch, handle, mask)
     s.last_batch = batch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxoverlap.core import FinishReason, ForwardMode, Launch, Output, Request, StepResult, Turn, Wait
-from jaxoverlap.scheduler.finish import find_finish
+from jaxoverlap.scheduler.finish import Finish, find_finish
 from jaxoverlap.scheduler.logprobs import add_input_details, add_output_details
 from jaxoverlap.scheduler.stream import stream_output
 
@@ -145,13 +145,17 @@ def accept_run(r: Request, run: list[int]) -> list[int]:
 
 
 def check_finish(s: Scheduler, r: Request, new_tokens: int, grammar_done: bool = False) -> None:
-    """Ends the request where its `new_tokens` last tokens say so; else its grammar, if any, takes the token."""
-    finish = find_finish(s, r, new_tokens)
+    """Ends the request where its `new_tokens` last tokens say so. Its grammar takes the token first, so that nothing is
+    sampled behind the grammar's end (SGLang asks it one token later)."""
+    refused: FinishReason | None = None
     if r.grammar is not None and not grammar_done and not r.grammar.is_terminated():
         try:
             r.grammar.accept_token(int(r.output_ids[-1]))
         except ValueError as e:
-            r.to_finish = FinishReason("abort", message=f"grammar refused a token: {e}", status_code=500)
+            refused = FinishReason("abort", message=f"the grammar refused a token: {e}", status_code=500)
+    finish = find_finish(s, r, new_tokens)
+    if refused is not None and r.to_finish is None:
+        finish = Finish(refused, r.output_len, r.output_len - 1)
     if finish is None:
         return
     r.finish_reason, r.finished_len, r.stop_len = finish

@@ -37,6 +37,8 @@ class Counters:
     retracted: int = 0
     dropped_rows: int = 0  # of requests that had ended, been retracted or aborted meanwhile
     overlap_disabled: int = 0
+    sampling_delayed: int = 0  # launches with a grammar row, sampled when the result before was handled
+    sampling_not_delayed: int = 0  # those whose masks did not depend on it (delay_sampling when-needed)
     last_result: float = 0.0
 
 
@@ -106,7 +108,7 @@ class Scheduler:
         )
         self.new_token_ratio = NewTokenRatio(config)
         self.policy = make_policy(config, self.kv)
-        self.grammars = GrammarQueue(grammar_backend)
+        self.grammars = GrammarQueue(grammar_backend, config.grammar_timeout)
 
         self.inbox: deque[Operation] = deque()
         self.outputs: deque[Output] = deque()
@@ -160,9 +162,17 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        return bool(self.grammars.pending) or self._has_rows
+
+    @property
+    def only_compiles(self) -> bool:
+        """Nothing to do until a grammar is compiled, or something comes in."""
+        return bool(self.grammars.pending) and not (self.inbox or self._has_rows)
+
+    @property
+    def _has_rows(self) -> bool:
         return bool(
             self.waiting
-            or self.grammars.pending
             or self.chunked is not None
             or self.result_queue
             or len(self.running_batch)

@@ -5,18 +5,25 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-WORK = ("receive", "compose", "launch", "sample", "sync", "process", "stream")  # kinds of host time that are no waiting
-LANES = ("host", "launch", "device", "wait")
-LANE_OF = {"launch": "launch", "sample": "launch", "wait": "wait"}  # of a host span; the others are "host"
+# Kinds of host time that are no waiting.
+WORK = ("receive", "compose", "launch", "mask", "sample", "sync", "process", "stream")
+LANES = ("host", "launch", "delayed sampling", "device", "wait")
+LANE_OF = {  # of a host span; the others are "host"
+    "launch": "launch",
+    "mask": "delayed sampling",
+    "sample": "delayed sampling",
+    "wait": "wait",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """A stretch of time, in seconds of `time.perf_counter`.
 
-    Host kinds: `receive` (requests and operations that came in), `compose` (until the launch), `launch` and `sample`
-    (the call that gives the device work), `sync`, `wait` (blocked on a result), `process` (from the result on, and what
-    is left of the turn), `stream` (outputs to callers, text included).
+    Host kinds: `receive` (requests and operations that came in), `compose` (until the launch, with masks known by
+    then), `launch` and `sample` (the call that gives the device work), `mask` (of a delayed sampling), `sync`, `wait`
+    (blocked on a result), `process` (from the result on, and what is left of the turn), `stream` (outputs to callers,
+    text included).
     Device kinds: `step`, or with delayed sampling `forward` and `sample`.
     `cause` says of a host span why the device stands still where it does meanwhile; "" for host work that comes late.
     """
@@ -38,7 +45,8 @@ class Span:
 @dataclass(slots=True)
 class Trace:
     """Spans in the order in which they ended. A device step begins at its launch call or at the end of the step before,
-    whichever is later (what the device does inside is not seen), and ends when its result was seen ready. A simulated
+    whichever is later (what the device does inside is not seen), and ends when its result was seen ready; a forward
+    whose sampling is delayed when it was seen ready, or with its sampling where it was busy until then. A simulated
     device tells its own times."""
 
     host: list[Span] = field(default_factory=list)
@@ -53,11 +61,13 @@ class Trace:
         return max((s.end for s in (*self.host, *self.device)), default=0.0)
 
     def lanes(self) -> dict[str, list[Span]]:
-        """The spans of each of LANES."""
+        """The spans of each of LANES; delayed sampling only where there is some."""
         out: dict[str, list[Span]] = {lane: [] for lane in LANES}
         for span in self.host:
             out[LANE_OF.get(span.kind, "host")].append(span)
         out["device"] = self.device
+        if not out["delayed sampling"]:
+            del out["delayed sampling"]
         return out
 
     def records(self) -> list[dict[str, Any]]:

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxoverlap.trace.bubbles import gaps
-from jaxoverlap.trace.events import LANES, Span, Trace
+from jaxoverlap.trace.bubbles import DELAYED_SAMPLING, gaps
+from jaxoverlap.trace.events import Span, Trace
 
 COLOURS = {
     "receive": "#e45756",
     "compose": "#4c78a8",
     "launch": "#f58518",
+    "mask": "#ff9da6",
     "sample": "#b279a2",
     "sync": "#9d755d",
     "process": "#54a24b",
@@ -23,6 +24,7 @@ COLOURS = {
     "other step": "#5d6299",
     "forward": "#8a8fb9",
     "idle": "#fbd5d5",
+    DELAYED_SAMPLING: "#e3c3ee",
 }
 
 
@@ -77,21 +79,28 @@ def _write_png(path: Path, traces: Mapping[str, Trace], windows: Mapping[str, tu
     for axis, (name, trace) in zip(axes, traces.items(), strict=True):
         begin, end = windows[name]
         shown = trace.between(begin, end)
-        for y, spans in enumerate(shown.lanes().values()):
+        lanes = shown.lanes()
+        names = list(lanes)
+        for y, spans in enumerate(lanes.values()):
             _draw(axis, spans, y, begin, length)
-        idle = [(1e3 * (a - begin), 1e3 * (b - a)) for a, b, _ in gaps(trace) if b > begin and a < end]
-        axis.broken_barh(idle, (LANES.index("device") - 0.35, 0.7), color=COLOURS["idle"], linewidth=0)
-        kinds |= {s.kind for s in (*shown.host, *shown.device)} | ({"idle"} if idle else set())
-        axis.set_yticks(range(len(LANES)), LANES)
-        axis.set_ylim(len(LANES) - 0.5, -0.5)
+        for a, b, cause in gaps(trace):
+            if b > begin and a < end:
+                kind, at = cause or "idle", 1e3 * (a - begin)
+                axis.broken_barh(
+                    [(at, 1e3 * (b - a))], (names.index("device") - 0.35, 0.7), color=COLOURS[kind], linewidth=0
+                )
+                kinds.add(kind)
+        kinds |= {s.kind for s in (*shown.host, *shown.device)}
+        axis.set_yticks(range(len(names)), names)
+        axis.set_ylim(len(names) - 0.5, -0.5)
         axis.set_title(name, loc="left", fontsize=11)
-        for y in range(1, len(LANES)):
+        for y in range(1, len(names)):
             axis.axhline(y - 0.5, color="#eeeeee", linewidth=0.8, zorder=0)
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)
     axes[-1].set_xlim(0, length)
     axes[-1].set_xlabel("milliseconds")
-    labels = {"idle": "device idle"}
+    labels = {"idle": "device idle", DELAYED_SAMPLING: "device idle: delayed sampling"}
     patches = [Patch(color=COLOURS[k], label=labels.get(k, k)) for k in COLOURS if k in kinds]
     figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False, fontsize=9)
     figure.savefig(path)

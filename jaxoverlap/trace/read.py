@@ -20,7 +20,8 @@ CAUSE = 5  # why this turn leaves the device idle
 COMPILED = 6  # number: the launch's call compiled
 READY = 7  # number, time: the launch was first seen ready
 SPANS = 8  # number, [(kind, begin, end)]: the device's own times
-LENGTH = {TURN: 1, END: 1, MARK: 2, ASK: 6, STREAM: 2, CAUSE: 1, COMPILED: 1, READY: 2, SPANS: 2}
+FORWARD = 9  # number, time: the launch's forward was first seen ready, before its sampling was asked for
+LENGTH = {TURN: 1, END: 1, MARK: 2, ASK: 6, STREAM: 2, CAUSE: 1, COMPILED: 1, READY: 2, SPANS: 2, FORWARD: 2}
 NOTHING = (0, "", 0)
 
 
@@ -72,22 +73,25 @@ def _host(entries: list[tuple[Any, ...]], causes: dict[int, str]) -> Iterator[tu
 
 
 def _device(entries: list[tuple[Any, ...]], host: list[Span]) -> list[Span]:
-    """As the device tells; else from the launches and when each was seen ready. A forward whose sampling is delayed is
-    then taken to last until the sampling is launched: its own end is not seen."""
+    """As the device tells; else from the launches and when each was seen ready. A forward that was not seen ready
+    before its delayed sampling was launched is taken to last until that is ready: nothing stood still between."""
     launches = {s.launch: s for s in host if s.kind == "launch"}
     told = [values for tag, *values in entries if tag == SPANS]
     if told:
         steps = [(launches[number], spans) for number, spans in told if number in launches]
         return [Span(kind, a, b, s.turn, s.launch, s.mode, s.rows) for s, spans in steps for kind, a, b in spans]
     ready = {values[0]: values[1] for tag, *values in entries if tag == READY}
-    delayed = {s.launch: s.begin for s in host if s.kind == "sample"}
+    forwards = {values[0]: values[1] for tag, *values in entries if tag == FORWARD}
+    delayed = {s.launch for s in host if s.kind == "sample"}
     out: list[Span] = []
     free = 0.0
     for s in host:
         if s.kind not in ("launch", "sample"):
             continue
         forward = s.kind == "launch" and s.launch in delayed
-        end = delayed[s.launch] if forward else ready.get(s.launch)
+        end = ready.get(s.launch)
+        if forward:
+            end = forwards.get(s.launch, end)
         if end is not None:
             kind = "sample" if s.kind == "sample" else "forward" if forward else "step"
             out.append(Span(kind, min(max(s.begin, free), end), end, s.turn, s.launch, s.mode, s.rows))

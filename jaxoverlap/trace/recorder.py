@@ -11,7 +11,7 @@ from typing import Any
 from jaxoverlap.core import Launch, Runner, Sample, Sync, Turn, Wait
 from jaxoverlap.driver import Driver
 from jaxoverlap.trace.events import Trace
-from jaxoverlap.trace.read import ASK, CAUSE, COMPILED, END, MARK, READY, SPANS, STREAM, TURN, read
+from jaxoverlap.trace.read import ASK, CAUSE, COMPILED, END, FORWARD, MARK, READY, SPANS, STREAM, TURN, read
 
 KINDS: dict[type, str] = {Launch: "launch", Sample: "sample", Wait: "wait", Sync: "sync"}
 ANNOTATIONS: dict[type, tuple[str, ...]] = {
@@ -26,7 +26,8 @@ class Recorder(Driver):
 
     A runner that knows when its steps ran says so in `device_spans(handle)`. Another one's steps end when they are
     first seen ready: at the end of the wait for them, or where the host was busy, at the end of the part of the turn in
-    which they became ready. No thread is started for it: one that wakes at every step costs more than a turn.
+    which they became ready. So do forwards whose sampling is delayed, of a runner with `is_forward_ready(handle)`. No
+    thread is started for it: one that wakes at every step costs more than a turn.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -34,7 +35,9 @@ class Recorder(Driver):
         self._log: list[Any] = []  # flat, since a turn must not wait for objects to be made; see read.py
         self._tells_spans = hasattr(runner, "device_spans")
         self._tells_compiles = hasattr(runner, "compiles")
+        self._tells_forwards = hasattr(runner, "is_forward_ready")
         self._in_flight: deque[tuple[int, Any]] = deque()  # launches not seen ready yet, of a runner without spans
+        self._forward: tuple[int, Any] | None = None  # the one that waits for its sampling, while it is not seen ready
 
     def trace(self) -> Trace:
         return read(self._log)
@@ -70,7 +73,11 @@ class Recorder(Driver):
                         note((SPANS, launch.number, self.runner.device_spans(ask.handle)))  # type: ignore[attr-defined]
                 elif kind is Launch:
                     self._in_flight.append((launch.number, answer))
+                    if launch.delay_sample and self._tells_forwards:
+                        self._forward = launch.number, answer
                     self._poll(done)
+                elif kind is Sample:
+                    self._forward = None
                 elif kind is Wait:
                     self._waited(launch.number, done)
         finally:
@@ -92,6 +99,9 @@ class Recorder(Driver):
         in_flight, is_ready = self._in_flight, self.runner.is_ready
         while in_flight and is_ready(in_flight[0][1]):
             self._log.extend((READY, in_flight.popleft()[0], now))
+        if self._forward is not None and self.runner.is_forward_ready(self._forward[1]):  # type: ignore[attr-defined]
+            self._log.extend((FORWARD, self._forward[0], now))
+            self._forward = None
 
     def _waited(self, number: int, now: float) -> None:
         while self._in_flight and self._in_flight[0][0] <= number:

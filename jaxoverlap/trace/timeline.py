@@ -8,6 +8,7 @@ GLYPHS = {
     "receive": "r",
     "compose": "c",
     "launch": "L",
+    "mask": "m",
     "sample": "S",
     "sync": "y",
     "process": "p",
@@ -15,7 +16,7 @@ GLYPHS = {
     "wait": ".",
 }
 LEGEND = (
-    "host: r receive  c compose  L launch  p process  s stream  . wait for the device",
+    "host: r receive  c compose  L launch  p process  s stream  . wait for the device  (m mask  S delayed sampling)",
     "host work shorter than a column still takes one",
     "device: the number of each step, = and # in turn",
 )

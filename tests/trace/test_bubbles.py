@@ -137,16 +137,27 @@ def test_a_compile_in_a_launch_is_named():
     assert [s.launch for s in trace.host if s.cause == "compile"] == [2]
 
 
-def test_delayed_sampling_on_a_device_that_tells_nothing():
+@pytest.mark.parametrize("seen", [False, True])
+def test_delayed_sampling_on_a_device_that_tells_nothing(seen):
     class Mode:
         value = "DECODE"
 
     log = [read.TURN, 0.0]
     log += [read.ASK, "launch", 1.0, 2.0, 7, Mode, 1]
+    log += [read.FORWARD, 7, 3.0] if seen else []
+    log += [read.MARK, "mask", 4.5]
     log += [read.ASK, "sample", 5.0, 6.0, 7, Mode, 1]
     log += [read.ASK, "wait", 7.0, 9.0, 7, Mode, 1, read.READY, 7, 9.0, read.END, 10.0]
     trace = read.read(log)
-    assert [(s.kind, s.begin, s.end) for s in trace.device] == [("forward", 1.0, 5.0), ("sample", 5.0, 9.0)]
+    spans = [(s.kind, s.begin, s.end) for s in trace.device]
+    if seen:  # the device stood still from the forward's end on
+        assert spans == [("forward", 1.0, 3.0), ("sample", 5.0, 9.0)]
+        assert bubbles([trace]) == {"delayed sampling": pytest.approx(2.0)}
+    else:  # it was busy until the sampling was there
+        assert spans == [("forward", 1.0, 9.0), ("sample", 9.0, 9.0)]
+        assert bubbles([trace]) == {}
+    lane = [(s.kind, s.begin, s.end) for s in trace.lanes()["delayed sampling"]]
+    assert lane == [("mask", 2.0, 4.5), ("sample", 5.0, 6.0)]
 
 
 def test_annotations_are_nested_as_sglang_s():

@@ -1,0 +1,1 @@
+"""Constrained output: JSON schemas, regular expressions and EBNF on llguidance. Imports no jax."""
