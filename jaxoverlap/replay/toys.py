@@ -3,7 +3,7 @@ a real grammar backend does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -62,6 +62,6 @@ class ToyGrammarBackend:
         return ToyCompilation(self, key, self.turn() + self.compile_turns)
 
 
-def toy_text(ids: np.ndarray) -> str:
+def toy_text(ids: Sequence[int] | np.ndarray) -> str:
     """The text of token t is `<t>`."""
     return "".join(f"<{t}>" for t in ids)
