@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -102,7 +103,11 @@ class RequestFactory:
             seeds = [request.seed, *self._seeds.integers(1 << 32, size=n - 1, dtype=np.uint32).tolist()]
         else:
             seeds = [(given + i * SEED_STEP) % (1 << 32) for i in range(n)]
-        return [replace(request, rid=f"{request.rid}_{i}", seed=seed) for i, seed in enumerate(seeds)]
+        shared = {id(same): same for same in (request.params, request.prompt_ids)}
+        copies = [deepcopy(request, shared.copy()) for _ in seeds]
+        for i, copy in enumerate(copies):
+            copy.rid, copy.seed = f"{request.rid}_{i}", seeds[i]
+        return copies
 
     def _params(self, request: RequestInput) -> SamplingParams:
         given = {} if request.sampling_params is None else request.sampling_params

@@ -16,6 +16,7 @@ from operator import itemgetter
 from re import _parser  # type: ignore[attr-defined]  # as SGLang: the standard library's own parser
 from typing import Any, NamedTuple
 
+MOST_CHARACTERS = 10_000
 MOST_STATES = 500  # the most that are looked at for a character: some 0.2 ms
 ACCEPT = -1
 UNSUPPORTED = {
@@ -42,9 +43,7 @@ class Scan:
 
     position: int = 0
     previous: str | None = None  # the last character
-    threads: dict[int, int] = field(
-        default_factory=dict
-    )  # state: the first position from which a match may have come to it
+    ways: dict[int, int] = field(default_factory=dict)  # state: first position from which a match may have come to it
     found: tuple[int, int] | None = None  # the first, then longest, match with an end in what was read last
 
 
@@ -53,51 +52,54 @@ class StopRegex:
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
+        start = pattern if len(pattern) <= 40 else f"{pattern[:40]}..."
+        if len(pattern) > MOST_CHARACTERS:
+            raise ValueError(f"stop_regex {start!r} has {len(pattern)} characters, more than {MOST_CHARACTERS}")
         try:
             tree = _parser.parse(pattern)
+            if tree.getwidth()[0] == 0:
+                raise ValueError(f"stop_regex {start!r} matches the empty string: every request would end at once")
+            builder = Builder()
+            self._start = builder.sequence(tree, tree.state.flags, ACCEPT)
         except re.error as e:
-            raise ValueError(f"stop_regex {pattern!r} is not a regular expression: {e}") from None
+            raise ValueError(f"stop_regex {start!r} is not a regular expression: {e}") from None
+        except Unsupported as e:
+            raise ValueError(f"stop_regex {start!r} {e}") from None
         except (RecursionError, OverflowError):
-            raise ValueError(f"stop_regex {pattern[:40]!r}... is nested too deeply or repeats too often") from None
-        if tree.getwidth()[0] == 0:
-            raise ValueError(
-                f"stop_regex {pattern!r} matches the empty string, so that every request would end at once"
-            )
-        builder = Builder(pattern, tree.state)
-        self._start = builder.sequence(tree, tree.state.flags, ACCEPT)
+            raise ValueError(f"stop_regex {start!r} is nested too deeply or repeats too often") from None
         self._states = builder.states
         self._assertions = {s.assertion for s in self._states if s.assertion is not None}
 
     def read(self, scan: Scan, text: str) -> Scan:
         """`scan` after more text. `found` takes the text to end here; what is read later may show that it does not."""
-        threads, previous, found = scan.threads, scan.previous, None
+        ways, previous, found = scan.ways, scan.previous, None
         for at, char in enumerate(text, scan.position):
-            before = threads
-            threads, found = self._step(before, at, previous, char, found)
+            before = ways
+            ways, found = self._step(before, at, previous, char, found)
             if char == "\n" and at == scan.position + len(text) - 1 and "$" in self._assertions:
                 # only while it is the last character may `$` stand before it
                 last, found = self._step(before, at, previous, char, found, is_last=True)
                 found = self._end(last, at + 1, char, found)
             previous = char
         position = scan.position + len(text)
-        return Scan(position, previous, threads, self._end(threads, position, previous, found))
+        return Scan(position, previous, ways, self._end(ways, position, previous, found))
 
     def begun(self, scan: Scan) -> int:
         """Where the earliest match begins that more text may complete; `scan.position` if there is none."""
-        going = (begin for state, begin in scan.threads.items() if state != ACCEPT)
+        going = (begin for state, begin in scan.ways.items() if state != ACCEPT)
         return min(going, default=scan.position)
 
     def _step(
         self,
-        threads: dict[int, int],
+        ways: dict[int, int],
         at: int,
         previous: str | None,
         char: str,
         found: tuple[int, int] | None,
         is_last: bool = False,
     ) -> tuple[dict[int, int], tuple[int, int] | None]:
-        """The threads behind `char`, which stands at `at`; and the better of `found` and a match up to it."""
-        live = self._live(threads, at, self._holding(previous, char, is_last))
+        """The ways behind `char`, which stands at `at`; and the better of `found` and a match up to it."""
+        live = self._live(ways, at, self._holding(previous, char, is_last))
         if ACCEPT in live:
             found = better(found, (live[ACCEPT], at))
         behind: dict[int, int] = {}
@@ -108,16 +110,16 @@ class StopRegex:
         return behind, found
 
     def _end(
-        self, threads: dict[int, int], at: int, previous: str | None, found: tuple[int, int] | None
+        self, ways: dict[int, int], at: int, previous: str | None, found: tuple[int, int] | None
     ) -> tuple[int, int] | None:
-        live = self._live(threads, at, self._holding(previous, None, True))
+        live = self._live(ways, at, self._holding(previous, None, True))
         return better(found, (live[ACCEPT], at)) if ACCEPT in live else found
 
-    def _live(self, threads: dict[int, int], at: int, holding: frozenset[str]) -> dict[int, int]:
-        """The states that take a character, or ACCEPT, that `threads` and a match that begins here lead to."""
+    def _live(self, ways: dict[int, int], at: int, holding: frozenset[str]) -> dict[int, int]:
+        """The states that take a character, or ACCEPT, that `ways` and a match that begins here lead to."""
         live: dict[int, int] = {}
         seen: set[int] = set()
-        for state, begin in sorted({self._start: at, **threads}.items(), key=itemgetter(1)):
+        for state, begin in sorted({self._start: at, **ways}.items(), key=itemgetter(1)):
             todo = [state]  # a state is first come to from the earliest beginning
             while todo:
                 here = todo.pop()
@@ -155,6 +157,10 @@ def compile_stop_regex(pattern: str) -> StopRegex:
     return StopRegex(pattern)
 
 
+class Unsupported(Exception):
+    """What a pattern uses or needs."""
+
+
 class State(NamedTuple):
     """Takes a character and goes to its one target; or takes none and goes, if `assertion` holds, to any of them."""
 
@@ -166,9 +172,7 @@ class State(NamedTuple):
 class Builder:
     """States of a parsed pattern, from its end to its beginning: each part is told where to go on."""
 
-    def __init__(self, pattern: str, parser_state: Any) -> None:
-        self.pattern = pattern
-        self.parser_state = parser_state
+    def __init__(self) -> None:
         self.states: list[State] = []
         self.visits = 0  # repeats of what needs no state must not go on for ever either
 
@@ -177,7 +181,7 @@ class Builder:
         for op, value in reversed(list(items)):
             self.visits += 1
             if max(self.visits, len(self.states)) > MOST_STATES:
-                raise ValueError(f"stop_regex {self.pattern[:40]!r} needs more than {MOST_STATES} states")
+                raise Unsupported(f"needs more than {MOST_STATES} states")
             then = self.part(op, value, flags, then)
         return then
 
@@ -192,9 +196,9 @@ class Builder:
         if op is _parser.BRANCH:
             return self.add(State(takes_nothing, [self.sequence(items, flags, then) for items in value[1]]))
         if op in (_parser.MAX_REPEAT, _parser.MIN_REPEAT):
-            return self.repeat(*value, flags, then)
-        name = UNSUPPORTED.get(op, str(op).lower())
-        raise ValueError(f"stop_regex {self.pattern!r} uses {name}, which is not supported")
+            least, most, items = value
+            return self.repeat(least, most, items, flags, then)
+        raise Unsupported(f"uses {UNSUPPORTED.get(op, str(op).lower())}, which is not supported")
 
     def repeat(self, least: int, most: int, items: Any, flags: int, then: int) -> int:
         if not len(items):
@@ -226,13 +230,16 @@ def source(op: Any, value: Any) -> str:
     """The expression of one character, written out again."""
     if op is _parser.ANY:
         return "."
+    if op is _parser.NEGATE:
+        return "^"
     if op is _parser.IN:
         return f"[{''.join(source(*item) for item in value)}]"
-    if op is _parser.NOT_LITERAL:
-        return f"[^{re.escape(chr(value))}]"
+    if op is _parser.CATEGORY:
+        return CATEGORIES[value]
     if op is _parser.RANGE:
         return "-".join(re.escape(chr(end)) for end in value)
-    return {_parser.NEGATE: "^"}.get(op) or CATEGORIES.get(value) or re.escape(chr(value))
+    char = re.escape(chr(value))
+    return f"[^{char}]" if op is _parser.NOT_LITERAL else char
 
 
 def takes_nothing(char: str) -> bool:

@@ -221,6 +221,8 @@ def test_copies_have_seeds_of_their_own():
     given = RequestInput(input_ids=[1], sampling_params={"n": 3}, rid="a")
     copies = f.copies(f.make(given))
     assert [r.rid for r in copies] == ["a_0", "a_1", "a_2"]
+    assert len({id(r.kept_ids) for r in copies}) == 3
+    assert len({id(r.prompt_ids) for r in copies}) == 1
     assert [r.seed for r in copies] == [int(rng.integers(1 << 32, dtype=np.uint32)) for _ in range(3)]
     seeded = RequestInput(input_ids=[1], sampling_params={"n": 3, "sampling_seed": 0xFFFFFFFF})
     assert [r.seed for r in f.copies(f.make(seeded))] == [0xFFFFFFFF, 0x9E3779B8, 0x3C6EF371]
