@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Container, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
