@@ -75,7 +75,12 @@ def plan(model: DecoderConfig, target: Target, *, batch: int, tokens: int = 512,
     num_locs = (pages + 1) * 16
     state = jax.eval_shape(
         lambda: initial_state(
-            abstract.cache_shapes(num_locs), rows=batch + 1, pages=-(-context // 16), poison=False, script_len=0
+            abstract.cache_shapes(num_locs),
+            rows=batch + 1,
+            pages=-(-context // 16),
+            vocab_size=model.vocab_size,
+            poison=False,
+            script_len=0,
         )
     )
     kernels = Kernels.choose("auto", "cuda")
@@ -92,7 +97,7 @@ def measure(work: Plan, name: str, device: Any) -> dict[str, Any]:
     """Compiles one program of the plan and reads the compiler's dumps: see `report`."""
     program = work.programs[name]
     assert program.donate is not None
-    return report(program.call, program.padding(work.weights, work.state, work.vocab_size), program.donate, device)
+    return report(program.call, program.padding(work.weights, work.state), program.donate, device)
 
 
 def report(call: Any, args: tuple[Any, ...], state: int, device: Any) -> dict[str, Any]:

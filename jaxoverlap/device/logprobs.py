@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxoverlap.core import Launch
 from jaxoverlap.device.buckets import Bucket
-from jaxoverlap.device.packing import Layout
+from jaxoverlap.device.layout import Layout
 from jaxoverlap.logprobs import LogprobTable
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from flax import nnx
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Launch, Sample, StepResult
+from jaxoverlap.device.adjustments import needs_adjustments, pack_adjustments
 from jaxoverlap.device.buckets import Bucket, Buckets
 from jaxoverlap.device.logprobs import DetailsHandle, launch_details
 from jaxoverlap.device.packing import (
@@ -90,7 +90,8 @@ class JaxRunner:
         self._rows = config.max_running_requests + 1
         self._table_pages = -(-(context_length + 2 * config.verify_reserve) // config.page_size)
         self._page_limits = np.array([[self._rows], [self._table_pages], [self.num_pages + 1]], np.uint32)
-        vocab_size = model.config.vocab_size
+        self._vocab_size = vocab_size = model.config.vocab_size
+        self._eos_token_ids = tuple(model.config.eos_token_ids)
         self.max_logprobs = config.max_logprobs
         if self.max_logprobs > vocab_size:
             raise ValueError(f"max_logprobs {self.max_logprobs} is above the vocabulary of {vocab_size} ids")
@@ -107,6 +108,7 @@ class JaxRunner:
             shapes,
             rows=self._rows,
             pages=self._table_pages,
+            vocab_size=vocab_size,
             poison=self._poison,
             script_len=script.length if script else 0,
         )
@@ -165,6 +167,7 @@ class JaxRunner:
             raise ValueError(f"launch {launch.number} needs the cut programs: make the runner with cut=True")
         program = self._programs[f"forward_{bucket.name}" if cut else bucket.name]
         page_writes = self._write_pages_ahead(launch, bucket.writes)
+        self._write_adjustments(launch)
         packed = pack_step(program.layout, launch, page_writes, self._script)
         handle = Handle(launch, bucket)
         if not cut:
@@ -272,9 +275,21 @@ class JaxRunner:
                 _check_distinct(launch)
         while page_writes.shape[1] > room:
             now, page_writes = page_writes[:, :PAGE_WRITES], page_writes[:, PAGE_WRITES:]
-            table = self._call(self._programs["write_pages"], self._state.page_table, pack_pages(now))
-            self._state = dataclasses.replace(self._state, page_table=table)
+            self._write("write_pages", pack_pages(now))
         return page_writes
+
+    def _write_adjustments(self, launch: Launch) -> None:
+        for slot, request in zip(launch.slots.tolist(), launch.requests[: launch.num_prefill]):
+            if needs_adjustments(request.params):
+                layout = self._programs["write_adjustments"].layout
+                for packed in pack_adjustments(layout, slot, request, self._vocab_size, self._eos_token_ids):
+                    self._write("write_adjustments", packed)
+
+    def _write(self, name: str, packed: np.ndarray) -> None:
+        """Calls a program that changes a field of the state."""
+        program = self._programs[name]
+        out = self._call(program, *program.arguments(self._weights, self._state), packed)
+        self._state = program.put(self._state, out)
 
     def _sample(self, handle: Handle, mask: np.ndarray | None) -> None:
         if handle.logits is None:

@@ -17,8 +17,9 @@ from flax import nnx
 from jax import lax
 
 from jaxoverlap.device.buckets import Bucket
-from jaxoverlap.device.packing import PAGES_LAYOUT, Layout, next_packed
-from jaxoverlap.device.state import PROMPT_LEN, State, row_params
+from jaxoverlap.device.layout import Layout
+from jaxoverlap.device.packing import PAGES_LAYOUT, next_packed
+from jaxoverlap.device.state import PROMPT_LEN, State, counted, row_adjustments, row_params
 from jaxoverlap.kernels.backend import Kernels
 from jaxoverlap.kernels.future_map import POISON, gather, scatter, take
 from jaxoverlap.kernels.sample import sample
@@ -224,10 +225,12 @@ class Steps:
         fields: dict[str, jax.Array],
         mask: jax.Array | None,
     ) -> tuple[State, jax.Array]:
-        tokens, logprobs = self._pick(state, logits, fields["slots"], fields["seq_lens"], mask)
-        stashed = scatter(state.output_tokens, fields["slots"], tokens, implementation=self.kernels.future_map_scatter)
+        slots, positions = fields["slots"], fields["seq_lens"]
+        tokens, logprobs = self._pick(state, logits, slots, positions, mask)
+        stashed = scatter(state.output_tokens, slots, tokens, implementation=self.kernels.future_map_scatter)
         fetched = [tokens, _bits(logprobs), *([] if faults is None else [faults])]
-        return dataclasses.replace(state, output_tokens=stashed), jnp.stack(fetched)
+        tables = state.tables.count(slots, tokens, counted(state.params[slots], positions))
+        return dataclasses.replace(state, output_tokens=stashed, tables=tables), jnp.stack(fetched)
 
     def _pick(
         self, state: State, logits: jax.Array, slots: jax.Array, positions: jax.Array, mask: jax.Array | None
@@ -235,8 +238,9 @@ class Steps:
         """The token at `positions` int32 [B] of each row, and its log-probability."""
         columns = state.params[slots]
         forced = None if state.script is None else _scripted(state.script[slots], positions - columns[:, PROMPT_LEN])
+        adjustments = row_adjustments(state.tables, slots, columns, positions)
         chosen = self.kernels.sample
-        return sample(logits, row_params(columns), positions, mask, forced, implementation=chosen)
+        return sample(logits, row_params(columns), positions, mask, forced, adjustments, implementation=chosen)
 
 
 def _bits(x: jax.Array) -> jax.Array:
