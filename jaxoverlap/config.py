@@ -105,6 +105,9 @@ class EngineConfig:
     delay_sampling: Literal["sglang", "when-needed"] = setting(
         "sglang", "when-needed: not where every mask is known before the result in flight is; the same tokens"
     )
+    deterministic: bool = setting(
+        False, "tokens bit-equal in any company: every step computes as many rows as chunked_prefill_size"
+    )
     audit: bool = setting(False, "check pages, slots and locks after every turn (debug)")
     poison_future_map: bool = setting(False, "poison FutureMap rows and check every gather (debug)")
     kernels: Literal["auto", "pallas", "xla", "interpret"] = setting(
@@ -150,6 +153,10 @@ class EngineConfig:
                 f"max_total_tokens {self.max_total_tokens} must be a multiple of page_size {self.page_size}"
             )
         self._check_priorities()
+        if self.deterministic and self.chunked_prefill_size == -1:
+            raise ValueError("deterministic needs chunked_prefill_size: it is the size of every step")
+        if self.deterministic and self.speculative_num_draft_tokens:
+            raise ValueError("deterministic and speculation exclude each other: a verify step has another shape")
         if self.enable_mixed_chunk and self.chunked_prefill_size == -1:
             raise ValueError("enable_mixed_chunk needs chunked_prefill_size")
         if self.enable_mixed_chunk and self.speculative_num_draft_tokens:

@@ -94,4 +94,4 @@ def test_h15_serving_recompile(runner, loop):
         monitoring.unregister_event_duration_listener(listen)
     assert compiles == []
     buckets = runner.buckets
-    assert len(runner.programs) == 1 + 4 * len(buckets.decode) + 3 * len(buckets.extend)
+    assert len(runner.programs) == 2 + 4 * len(buckets.decode) + 3 * len(buckets.extend)

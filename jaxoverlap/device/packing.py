@@ -69,11 +69,10 @@ def pack_step(layout: Layout, launch: Launch, page_writes: np.ndarray, script: S
     f["slots"][:rows] = launch.slots
     f["seq_lens"][:rows] = launch.seq_lens
     f["page_writes"][:, : page_writes.shape[1]] = page_writes
-    if not launch.mode.is_extend:
+    if "extend_lens" not in f:
         return packed
-    assert launch.extend_lens is not None
-    prefills = rows - launch.num_decoding
-    f["extend_lens"][:rows] = launch.extend_lens
+    prefills = launch.num_prefill
+    f["extend_lens"][:rows] = 1 if launch.extend_lens is None else launch.extend_lens
     f["prefills"][0] = prefills
     if launch.input_ids is not None:
         f["ids"][: len(launch.input_ids)] = launch.input_ids

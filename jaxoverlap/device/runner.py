@@ -123,6 +123,7 @@ class JaxRunner:
             num_locs=num_locs,
             kernels=Kernels.choose(config.kernels, self._platform),
             poison=self._poison,
+            deterministic=config.deterministic,
         )
         self._programs = Programs(
             steps,

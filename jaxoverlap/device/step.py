@@ -74,6 +74,7 @@ class Steps:
     num_locs: int
     kernels: Kernels
     poison: bool
+    deterministic: bool = False
 
     def fused(self, bucket: Bucket, layout: Layout) -> Callable[..., tuple[State, Outputs]]:
         def step(weights: tuple[jax.Array, ...], state: State, packed: jax.Array) -> tuple[State, Outputs]:
@@ -169,7 +170,7 @@ class Steps:
         ids = jnp.where(decoding[token_rows], relayed[token_rows], fields["ids"])
         starts = ends - fields["extend_lens"]
         context = self._context(state, fields, token_rows, starts, fields["extend_lens"], is_decode=False)
-        return state, ids, context, faults
+        return state, ids, context.by_token() if self.deterministic else context, faults
 
     def _relayed(
         self, state: State, slots: jax.Array, seq_lens: jax.Array

@@ -146,7 +146,7 @@ def test_a_retracted_request_brings_its_outputs_along(runner):
 
 def test_many_biases_take_several_calls(runner):
     """All ids but one are forbidden, and that one is the last of the vocabulary."""
-    bias = {t: -100.0 for t in range(VOCAB - 1)}
+    bias = dict.fromkeys(range(VOCAB - 1), -100.0)
     assert outputs(runner, [make_request([5], logit_bias=bias)], 3) == [[VOCAB - 1] * 3]
 
 
