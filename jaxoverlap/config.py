@@ -188,7 +188,7 @@ class EngineConfig:
         if self.model_path != "checksum":
             raise ValueError(f"device simulated runs no model: model_path must be checksum, not {self.model_path!r}")
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        for name in ("dtype", "mem_fraction_static", "kernels", "poison_future_map", "max_logprobs"):
+        for name in ("dtype", "mem_fraction_static", "kernels", "poison_future_map", "deterministic", "max_logprobs"):
             if getattr(self, name) != defaults[name]:
                 raise ValueError(f"{name} means nothing on device simulated: leave it at {defaults[name]}")
 
