@@ -44,7 +44,7 @@ class EngineConfig:
 
     model_path: str = setting(
         "auto",
-        "demo model name, 'checksum', or a Hugging Face directory; auto: smollm2-135m, simulated devices checksum",
+        "demo model, 'checksum', or a Hugging Face or Orbax directory; auto: smollm2-135m, simulated devices checksum",
     )
     device: Literal["auto", "simulated"] = setting(
         "auto", "auto: JAX's default; simulated: no model, steps of a set time, tokens of the checksum rule"

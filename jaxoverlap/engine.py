@@ -31,6 +31,7 @@ from jaxoverlap.scheduler.grammar_queue import GrammarBackend
 from jaxoverlap.stream import Stream, raise_refused
 from jaxoverlap.trace.events import Trace
 from jaxoverlap.trace.recorder import Annotator, Recorder
+from jaxoverlap.weights import new_weights, swap
 
 if TYPE_CHECKING:
     from jaxoverlap.grammar.backend import LLGuidanceBackend
@@ -114,6 +115,7 @@ class Engine:
         )
         self._factory = RequestFactory(limits, self.tokenizer, config.random_seed)
         self._intake = threading.Lock()  # requests get their ids and seeds in order
+        self._control = threading.RLock()  # one pause, resumption, update or end at a time
         self._loop = Loop(self._scheduler, Driver(runner))
         self._owned_runner: OwnedRunner | None = None
         self._owned_backend: LLGuidanceBackend | None = None
@@ -203,17 +205,47 @@ class Engine:
         """SGLang's modes. "abort": every request is ended first. "in_place": all stays where it is, a launched step
         included. "retract": what runs goes back to the waiting queue and gives up its slot and pages. Until
         `continue_generation` calls block."""
-        self._loop.check_alive()
-        if mode == "abort":
-            self.abort(abort_all=True)
-        self._loop.operate(lambda: self._scheduler.pause(mode))
-        self._loop.drive_until_seen()
-        self._loop.is_paused = True
+        with self._control:
+            self._loop.check_alive()
+            if mode == "abort":
+                self.abort(abort_all=True)
+            self._pause(mode)
 
     def continue_generation(self) -> None:
+        with self._control:
+            self._loop.check_alive()
+            self._loop.is_paused = False
+            self._loop.operate(self._scheduler.resume)
+
+    def update_weights(self, weights: Any, in_flight: str = "finish", *, progress: Report | None = None) -> None:
+        """Other weights for what is submitted from now on, between two turns and without a compile (of programs that
+        are compiled already). Cached prefixes are forgotten.
+
+        `weights`: a directory or demo model with the served model's configuration, or the arrays themselves: an nnx
+        module or state, or dictionaries, with the parameters' names, shapes and dtypes. They are copied. `in_flight`
+        says what becomes of unfinished requests. "finish": they end on the old weights first, and calls that come
+        meanwhile wait, as in SGLang's update_weights_from_disk. "retract": what runs goes back to the waiting queue,
+        keeps its tokens and goes on with the new weights; works while paused too, and stays paused.
+
+        Raises CheckpointError or ValueError naming what does not fit, and EngineError for "finish" while requests are
+        paused; nothing has changed then.
+        """
+        if in_flight not in ("finish", "retract"):
+            raise ValueError(f"in_flight must be finish or retract, not {in_flight!r}")
         self._loop.check_alive()
-        self._loop.is_paused = False
-        self._loop.operate(self._scheduler.resume)
+        new = new_weights(weights, self.model, self.runner, progress)
+        with self._control, self._intake:
+            if in_flight == "finish":
+                self.wait_idle()
+                if self._loop.tickets:
+                    raise EngineError(f"{len(self._loop.tickets)} requests are paused and cannot finish: retract them")
+            was_paused = self._loop.is_paused
+            try:
+                self._pause("retract", flush=True)
+                swap(self._loop, self.runner, new)
+            finally:
+                if not was_paused and self._loop.failure is None:
+                    self.continue_generation()
 
     def flush_cache(self) -> bool:
         """Forgets all cached prefixes. False, and nothing done, while there are unfinished requests."""
@@ -284,7 +316,8 @@ class Engine:
                 self.continue_generation()
             self.abort(abort_all=True)
             self.wait_idle()
-            self._loop.end("the engine was shut down")
+            with self._control:
+                self._loop.end("the engine was shut down")
         if self._owned_runner is not None:
             self._owned_runner.shutdown()
             self._owned_runner = None
@@ -296,6 +329,11 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    def _pause(self, mode: str, flush: bool = False) -> None:
+        self._loop.operate(lambda: self._scheduler.pause(mode, flush=flush))
+        self._loop.drive_until_seen()
+        self._loop.is_paused = True
 
     def _open(self, given: list[RequestInput], many: bool) -> Call:
         """Checks and submits; raises RequestError unless it is a list call."""

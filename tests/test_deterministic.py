@@ -39,7 +39,8 @@ def answers(engine, load):
     for i, stream in streams.items():
         *_, results[i] = stream
     return [
-        (r["output_ids"], [p for p, _, _ in r["meta_info"]["output_token_logprobs"]]) for _, r in sorted(results.items())
+        (r["output_ids"], [p for p, _, _ in r["meta_info"]["output_token_logprobs"]])
+        for _, r in sorted(results.items())
     ]
 
 

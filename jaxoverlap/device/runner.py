@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxoverlap.device.packing import (
     pack_verify,
     unpack_outputs,
 )
+from jaxoverlap.device.parameters import Parameters
 from jaxoverlap.device.programs import Program, Programs, Progress
 from jaxoverlap.device.state import Script, initial_state
 from jaxoverlap.device.step import FAULT_NONE, FAULT_UNWRITTEN, Logits, Outputs, Speculator, Steps
@@ -114,11 +116,11 @@ class JaxRunner:
         )
         self._platform = next(iter(self._state.page_table.devices())).platform
         graph, params = nnx.split(model)
-        leaves, tree = jax.tree.flatten(params)
-        self._weights = tuple(leaves)
+        self._parameters = Parameters(model)
+        self._weights = self._parameters.leaves()
         steps = Steps(
             graph=graph,
-            tree=tree,
+            tree=jax.tree.structure(params),
             page_size=config.page_size,
             num_locs=num_locs,
             kernels=Kernels.choose(config.kernels, self._platform),
@@ -222,12 +224,27 @@ class JaxRunner:
         """Returns once what has been launched for `handle` (the forward alone, before `sample`) is done; any thread."""
         jax.block_until_ready(handle.arrays())
 
+    def check_weights(self, new: Mapping[str, Any]) -> None:
+        """Raises ValueError naming the first of the parameters, by dotted path, that `update_weights` would refuse."""
+        self._parameters.check(new)
+
+    def update_weights(self, new: dict[str, Any]) -> None:
+        """Other weights, copied to where the former are, for the launches to come; no program is compiled anew. `new`
+        is emptied on the way, so that one parameter at a time is there twice. Raises ValueError as `check_weights`
+        does, before anything changes; after any other error the runner is unusable."""
+        self._parameters.check(new)
+        jax.block_until_ready(self._state)
+        self._weights = ()  # so that nothing keeps the former ones
+        self._parameters.replace(new)
+        self._weights = self._parameters.leaves()
+
     def shutdown(self) -> None:
         """Waits for the device, then lets go of weights, state and programs. Twice is once."""
         leaves = jax.tree.leaves(self._state)
         jax.block_until_ready([leaf for leaf in leaves if not leaf.is_deleted()])  # deleted: a step failed
         self._programs.close()
         self._weights = ()
+        self._parameters = None  # type: ignore[assignment]
         self._resident = None
         self._state = None  # type: ignore[assignment]
 

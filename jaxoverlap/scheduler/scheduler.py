@@ -133,11 +133,14 @@ class Scheduler:
         ids are no error."""
         self.inbox.append(Abort(rid, abort_all, exact))
 
-    def pause(self, mode: str) -> None:
-        """`mode` is SGLang's: "in_place", "retract" or "abort" (which flushes the loop; the caller aborts)."""
+    def pause(self, mode: str, *, flush: bool = False) -> None:
+        """`mode` is SGLang's: "in_place", "retract" or "abort" (which flushes the loop; the caller aborts). `flush`,
+        with "retract": the prefix tree, which nobody uses then, is emptied, whoever waits."""
         if mode not in ("in_place", "retract", "abort"):
             raise ValueError(f"pause mode must be in_place, retract or abort, not {mode!r}")
-        self.inbox.append(Pause(mode))
+        if flush and mode != "retract":
+            raise ValueError(f"flush goes with pause mode retract, not {mode}")
+        self.inbox.append(Pause(mode, flush))
 
     def resume(self) -> None:
         self.inbox.append(Resume())
