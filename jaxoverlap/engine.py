@@ -9,22 +9,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxoverlap.calls import Call, Ticket, refusal
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.core import Request, RequestError, Runner
-from jaxoverlap.detokenizer import Detokenizer
+from jaxoverlap.core import RequestError, Runner
 from jaxoverlap.device.buckets import fit_chunk
 from jaxoverlap.driver import Driver
-from jaxoverlap.growing_text import byte_tokens
+from jaxoverlap.intake import Intake, model_byte_ids
 from jaxoverlap.loading import OwnedRunner, ServedModel, load, load_grammar_backend
 from jaxoverlap.loop import EngineError, Loop
 from jaxoverlap.progress import Report
-from jaxoverlap.requests import Limits, RequestFactory, RequestInput, prompt_alone, split
+from jaxoverlap.request_input import split
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.scheduler.grammar_queue import GrammarBackend
@@ -93,30 +90,18 @@ class Engine:
         self.grammar_backend = grammar_backend
         self.tokenizer = model.tokenizer
         self.sampling_defaults: dict[str, Any] = dict(model.sampling_defaults)
-        self._byte_ids = frozenset() if self.tokenizer is None else byte_tokens(self.tokenizer.backend.token_to_id)
         self._scheduler = Scheduler(
             config,
             max_total_tokens=max_total_tokens,
             context_length=model.context_length,
             vocab_size=model.config.vocab_size,
             decode=None if self.tokenizer is None else partial(self.tokenizer.decode, skip_special_tokens=False),
-            byte_ids=self._byte_ids,
+            byte_ids=model_byte_ids(model),
             grammar_backend=grammar_backend,
         )
-        limits = Limits(
-            vocab_size=model.config.vocab_size,
-            context_length=model.context_length,
-            max_total_tokens=self._scheduler.max_total_tokens,
-            max_prompt_len=self._scheduler.max_prompt_len,
-            eos_token_ids=tuple(model.config.eos_token_ids),
-            priorities=config.enable_priority_scheduling,
-            max_logprobs=min(config.max_logprobs, getattr(runner, "max_logprobs", 0)),
-            no_grammars=None if grammar_backend is not None else _why_no_grammars(config, model),
-        )
-        self._factory = RequestFactory(limits, self.tokenizer, config.random_seed)
-        self._intake = threading.Lock()  # requests get their ids and seeds in order
-        self._control = threading.RLock()  # one pause, resumption, update or end at a time
         self._loop = Loop(self._scheduler, Driver(runner))
+        self._intake = Intake(config, model, runner, grammar_backend, self._scheduler, self._loop)
+        self._control = threading.RLock()  # one pause, resumption, update or end at a time
         self._owned_runner: OwnedRunner | None = None
         self._owned_backend: LLGuidanceBackend | None = None
 
@@ -168,7 +153,7 @@ class Engine:
         given, many = split(
             prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details, response_format
         )
-        call = self._open(given, many)
+        call = self._intake.open(given, many)
         if stream:
             return Stream(self._loop, call)
         try:
@@ -234,7 +219,7 @@ class Engine:
             raise ValueError(f"in_flight must be finish or retract, not {in_flight!r}")
         self._loop.check_alive()
         new = new_weights(weights, self.model, self.runner, progress)
-        with self._control, self._intake:
+        with self._control, self._intake.lock:
             if in_flight == "finish":
                 self.wait_idle()
                 if self._loop.tickets:
@@ -334,48 +319,3 @@ class Engine:
         self._loop.operate(lambda: self._scheduler.pause(mode, flush=flush))
         self._loop.drive_until_seen()
         self._loop.is_paused = True
-
-    def _open(self, given: list[RequestInput], many: bool) -> Call:
-        """Checks and submits; raises RequestError unless it is a list call."""
-        self._loop.check_alive()
-        call, index = Call(is_list=many), 0
-        with self._intake:
-            opened: dict[str, Ticket] = {}
-            for one in given:
-                try:
-                    request = self._factory.make(one, ChainMap(opened, self._loop.tickets))
-                except RequestError as e:
-                    if not many:
-                        raise
-                    call.refused.append(refusal(one.rid, str(e), index, self.tokenizer is not None))
-                    index += 1
-                    continue
-                copies = self._factory.copies(request)
-                call.is_list |= len(copies) > 1
-                ahead = self._cache_prompt(request, call) if len(copies) > 1 else None
-                for copy in copies:
-                    place = index if call.is_list else None
-                    ticket = Ticket(copy, self._detokenizer(copy), call, place, group=request.rid, waits_for=ahead)
-                    opened[copy.rid] = ticket
-                    index += 1
-            call.tickets = list(opened.values())
-            self._loop.submit(call)
-        return call
-
-    def _cache_prompt(self, request: Request, call: Call) -> str | None:
-        """Id of a request that goes ahead of the copies, so that they find the prompt in the prefix cache."""
-        page = self.config.page_size
-        if self.config.disable_radix_cache or (request.prompt_len - 1) // page == 0:
-            return None
-        ahead = prompt_alone(request)
-        call.ahead.append(Ticket(ahead, None, Call(), group=request.rid))
-        return ahead.rid
-
-    def _detokenizer(self, request: Request) -> Detokenizer | None:
-        return None if self.tokenizer is None else Detokenizer(self.tokenizer, request.params, self._byte_ids)
-
-
-def _why_no_grammars(config: EngineConfig, model: ServedModel) -> str:
-    if config.grammar_backend == "none":
-        return "needs grammar_backend llguidance, not none"
-    return "needs a tokenizer and this model has none" if model.tokenizer is None else "needs a grammar backend"

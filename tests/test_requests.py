@@ -3,7 +3,8 @@ import pytest
 from helpers_engine import byte_level_tokenizer
 
 from jaxoverlap.core import RequestError
-from jaxoverlap.requests import Limits, RequestFactory, RequestInput, split
+from jaxoverlap.request_input import RequestInput, split
+from jaxoverlap.requests import Limits, RequestFactory
 from jaxoverlap.sampling_params import SamplingParams
 
 LIMITS = Limits(

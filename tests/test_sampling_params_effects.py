@@ -83,7 +83,6 @@ PENALTIES = {
     ),
     "logit_bias": (GREEDY | {"logit_bias": {"5": 100.0}}, GREEDY, all_are(5), all_are(0)),
 }
-ON_DEVICE = pytest.mark.xfail(strict=True, reason="checked on the host, but not yet applied on the device")
 
 ELSEWHERE = {  # field: the tests that show what it does, or that it is refused
     "stream_interval": "test_sampling_params_effects.py",
@@ -183,14 +182,12 @@ def test_what_is_drawn_in_one_batch(slope, left_out, overlap):
     check_batches(slope, [case for field, case in DRAWS.items() if field != left_out], overlap)
 
 
-@ON_DEVICE
 @LOOPS
 @pytest.mark.parametrize("field", PENALTIES)
 def test_what_penalties_do(slope, field, overlap):
     check_draws(slope, PENALTIES[field], overlap)
 
 
-@ON_DEVICE
 @LOOPS
 @pytest.mark.parametrize("left_out", PENALTIES)
 def test_penalties_in_one_batch(slope, left_out, overlap):

@@ -16,6 +16,7 @@ from flax import nnx
 from jax import lax
 
 from jaxoverlap.core import Launch
+from jaxoverlap.device import fetching
 from jaxoverlap.device.buckets import Bucket
 from jaxoverlap.device.layout import Layout
 from jaxoverlap.logprobs import LogprobTable
@@ -33,18 +34,16 @@ class DetailsHandle:
         self._k = k
         self._outputs, self._inputs, self._places = outputs, inputs, places
         for array in self.arrays:
-            array.copy_to_host_async()
+            fetching.start(array)
 
     @property
     def arrays(self) -> list[jax.Array]:
         return [x for x in (self._outputs, self._inputs) if x is not None]
 
-    def fetch(
-        self, rows: int, fetch: Callable[[jax.Array], np.ndarray]
-    ) -> tuple[LogprobTable | None, LogprobTable | None]:
+    def fetch(self, rows: int) -> tuple[LogprobTable | None, LogprobTable | None]:
         """Of the outputs of a launch of that many rows, and of its inputs; blocks until they are there."""
-        outputs = None if self._outputs is None else _unpack(fetch(self._outputs)[:rows], self._k)
-        inputs = None if self._inputs is None else _unpack(fetch(self._inputs)[: self._places], self._k)
+        outputs = None if self._outputs is None else _unpack(fetching.fetch(self._outputs)[:rows], self._k)
+        inputs = None if self._inputs is None else _unpack(fetching.fetch(self._inputs)[: self._places], self._k)
         return outputs, inputs
 
 

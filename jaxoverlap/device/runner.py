@@ -12,9 +12,12 @@ from flax import nnx
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Launch, Sample, StepResult
+from jaxoverlap.device import fetching
 from jaxoverlap.device.adjustments import needs_adjustments, pack_adjustments
 from jaxoverlap.device.buckets import Bucket, Buckets
-from jaxoverlap.device.logprobs import DetailsHandle, launch_details
+from jaxoverlap.device.handle import Handle
+from jaxoverlap.device.launch_checks import check_distinct, check_range, raise_faults
+from jaxoverlap.device.logprobs import launch_details
 from jaxoverlap.device.packing import (
     PAGE_WRITES,
     next_packed,
@@ -27,28 +30,9 @@ from jaxoverlap.device.packing import (
 from jaxoverlap.device.parameters import Parameters
 from jaxoverlap.device.programs import Program, Programs, Progress
 from jaxoverlap.device.state import Script, initial_state
-from jaxoverlap.device.step import FAULT_NONE, FAULT_UNWRITTEN, Logits, Outputs, Speculator, Steps
+from jaxoverlap.device.step import Speculator, Steps
 from jaxoverlap.kernels.backend import Kernels
 from jaxoverlap.models.paged import Model
-
-
-class Handle:
-    """A step on its way; opaque to callers."""
-
-    __slots__ = ("bucket", "details", "launch", "logits", "outputs")
-
-    def __init__(self, launch: Launch, bucket: Bucket) -> None:
-        self.launch = launch
-        self.bucket = bucket
-        self.outputs: Outputs | None = None
-        self.logits: Logits | None = None  # until sampled
-        self.details: DetailsHandle | None = None
-
-    def arrays(self) -> list[jax.Array]:
-        """What has been launched, as far as it goes back to the host; of a launch not sampled yet its logits."""
-        assert self.outputs is not None or self.logits is not None
-        first = self.logits[0] if self.outputs is None else self.outputs.fetched  # type: ignore[index]
-        return [first] if self.details is None else [first, *self.details.arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +143,7 @@ class JaxRunner:
         range, RuntimeError after `shutdown`."""
         (launch,) = launches
         bucket = self._bucket(launch)
-        _check_range(launch, "slot", launch.slots, self._rows)
+        check_range(launch, "slot", launch.slots, self._rows)
         with_details = launch.output_details or launch.input_spans is not None
         if with_details and not self.max_logprobs:
             raise ValueError(f"launch {launch.number} wants details of log-probabilities, but max_logprobs is 0")
@@ -176,7 +160,7 @@ class JaxRunner:
         if not cut:
             sent = self._resident_or(program, packed)
             self._state, outputs = self._call(program, self._weights, self._state, sent)
-            self._send_back(handle, outputs)
+            handle.send_back(outputs)
             if outputs.again is not None:
                 expected = next_packed(program.layout, program.layout.fields(packed), np)
                 self._resident = _Resident(program, expected, outputs.again)
@@ -204,13 +188,13 @@ class JaxRunner:
         drafts = None
         if self._speculator is not None and handle.bucket.is_decode:
             drafts = self._speculator.num_draft_tokens
-        tokens, logprobs, *more = (x[:rows] for x in unpack_outputs(_fetch(outputs.fetched), drafts))
+        tokens, logprobs, *more = (x[:rows] for x in unpack_outputs(fetching.fetch(outputs.fetched), drafts))
         if drafts is not None:
             accepted, lens, bonus = more
             return StepResult(tokens, accepted, lens, bonus, logprobs)
         if more:
-            _raise_faults(launch, more[0])
-        details = (None, None) if handle.details is None else handle.details.fetch(rows, _fetch)
+            raise_faults(launch, more[0])
+        details = (None, None) if handle.details is None else handle.details.fetch(rows)
         return StepResult(tokens, logprobs=logprobs, output_details=details[0], input_details=details[1])
 
     def is_ready(self, handle: Handle) -> bool:
@@ -257,13 +241,8 @@ class JaxRunner:
         packed = pack_verify(program.layout, launch, self._write_pages_ahead(launch, bucket.writes))
         handle = Handle(launch, bucket)
         self._state, outputs = self._call(program, self._weights, self._state, packed)
-        self._send_back(handle, outputs)
+        handle.send_back(outputs)
         return handle
-
-    def _send_back(self, handle: Handle, outputs: Outputs) -> None:
-        handle.outputs = outputs
-        if self._platform != "cpu":  # there `wait` reads the array where it lies
-            outputs.fetched.copy_to_host_async()
 
     def _resident_or(self, program: Program, packed: np.ndarray) -> np.ndarray | jax.Array:
         """What is on the device already, where it equals `packed`: then nothing goes up."""
@@ -288,9 +267,9 @@ class JaxRunner:
         if page_writes.size:
             if (page_writes.view(np.uint32) >= self._page_limits).any():
                 for name, values, (limit,) in zip(("slot", "index", "page"), page_writes, self._page_limits.tolist()):
-                    _check_range(launch, f"page_writes: {name}", values, limit)
+                    check_range(launch, f"page_writes: {name}", values, limit)
             if self._poison:
-                _check_distinct(launch)
+                check_distinct(launch)
         while page_writes.shape[1] > room:
             now, page_writes = page_writes[:, :PAGE_WRITES], page_writes[:, PAGE_WRITES:]
             self._write("write_pages", pack_pages(now))
@@ -316,31 +295,4 @@ class JaxRunner:
         program = self._programs[f"sample_{handle.bucket.rows}"]
         packed = pack_sample(program.layout, handle.launch, mask)
         self._state, outputs = self._call(program, self._state, logits, packed)
-        self._send_back(handle, outputs)
-
-
-def _fetch(array: jax.Array) -> np.ndarray:
-    """The one way from the device to the host, once a step."""
-    return np.asarray(array)
-
-
-def _check_range(launch: Launch, what: str, values: np.ndarray, limit: int) -> None:
-    """`values` int32."""
-    if values.size and values.view(np.uint32).max() >= limit:  # negative ones too, in one pass
-        raise ValueError(
-            f"launch {launch.number}: {what} must be at least 0 and below {limit}, not {values.min()} to {values.max()}"
-        )
-
-
-def _check_distinct(launch: Launch) -> None:
-    """An entry named twice with the same page is harmless; with two pages the order of a scatter would decide."""
-    entries, with_pages = (len(np.unique(x, axis=1).T) for x in (launch.page_writes[:2], launch.page_writes))
-    if entries < with_pages:
-        raise ValueError(f"launch {launch.number} writes an entry of the page table twice")
-
-
-def _raise_faults(launch: Launch, faults: np.ndarray) -> None:
-    for row in np.flatnonzero(faults != FAULT_NONE):
-        slot = int(launch.slots[row])
-        what = "a row that no step had written since" if faults[row] == FAULT_UNWRITTEN else "another length's row"
-        raise RuntimeError(f"launch {launch.number}: slot {slot} read {what} from the FutureMap")
+        handle.send_back(outputs)

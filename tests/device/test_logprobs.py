@@ -8,7 +8,7 @@ from flax import nnx
 from jax import monitoring
 
 from jaxoverlap.core import Sample
-from jaxoverlap.device import runner as runner_module
+from jaxoverlap.device import fetching
 from jaxoverlap.device.compile_guard import COMPILE_EVENT
 from jaxoverlap.logprobs import LogprobDetails
 from jaxoverlap.models.checksum import ChecksumConfig
@@ -186,10 +186,9 @@ def test_all_programs_are_known(runner):
 
 def test_copies_start_with_the_launch_and_are_read_in_wait(runner, monkeypatch):
     copied, fetched = [], []
-    array_type = type(jnp.zeros(1))
-    copy, fetch = array_type.copy_to_host_async, runner_module._fetch
-    monkeypatch.setattr(array_type, "copy_to_host_async", lambda self: copied.append(self) or copy(self))
-    monkeypatch.setattr(runner_module, "_fetch", lambda array: fetched.append(array) or fetch(array))
+    start, fetch = fetching.start, fetching.fetch
+    monkeypatch.setattr(fetching, "start", lambda array: copied.append(array) or start(array))
+    monkeypatch.setattr(fetching, "fetch", lambda array: fetched.append(array) or fetch(array))
     d = Driver(runner)
     d.start(1, wants([4, 8, 1], 0))
     launched = d.launch([(1, 3)], output_details=True, input_spans=np.array([(0, 2)], np.int32))

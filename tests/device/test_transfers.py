@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxoverlap.device import runner as runner_module
+from jaxoverlap.device import fetching
 from jaxoverlap.models.checksum import ChecksumConfig
 
 from .helpers import Driver, make_request, make_runner
@@ -77,8 +77,8 @@ def test_one_array_comes_down(runner, monkeypatch):
     d.start(1, make_request([1, 2, 3]))
     d.run([(1, 3)])
     fetched = []
-    fetch = runner_module._fetch
-    monkeypatch.setattr(runner_module, "_fetch", lambda array: fetched.append(array) or fetch(array))
+    fetch = fetching.fetch
+    monkeypatch.setattr(fetching, "fetch", lambda array: fetched.append(array) or fetch(array))
     for _ in range(5):
         launched = d.launch((), [1])
         d.take(launched)

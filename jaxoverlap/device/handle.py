@@ -1,0 +1,34 @@
+"""Handle: a launch on its way through the device."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxoverlap.core import Launch
+from jaxoverlap.device import fetching
+from jaxoverlap.device.buckets import Bucket
+from jaxoverlap.device.logprobs import DetailsHandle
+from jaxoverlap.device.step import Logits, Outputs
+
+
+class Handle:
+    """A step on its way; opaque to callers."""
+
+    __slots__ = ("bucket", "details", "launch", "logits", "outputs")
+
+    def __init__(self, launch: Launch, bucket: Bucket) -> None:
+        self.launch = launch
+        self.bucket = bucket
+        self.outputs: Outputs | None = None
+        self.logits: Logits | None = None  # until sampled
+        self.details: DetailsHandle | None = None
+
+    def send_back(self, outputs: Outputs) -> None:
+        self.outputs = outputs
+        fetching.start(outputs.fetched)
+
+    def arrays(self) -> list[jax.Array]:
+        """What has been launched, as far as it goes back to the host; of a launch not sampled yet its logits."""
+        assert self.outputs is not None or self.logits is not None
+        first = self.logits[0] if self.outputs is None else self.outputs.fetched  # type: ignore[index]
+        return [first] if self.details is None else [first, *self.details.arrays]
