@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxoverlap.core import Request
 from jaxoverlap.detokenizer import Detokenizer
+from jaxoverlap.logprobs import LogprobReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,10 @@ class Ticket:
     request: Request
     detokenizer: Detokenizer | None  # None: the model has no tokenizer
     call: Call
-    index: int | None = None  # place in a list call
+    index: int | None = None  # place in a list of results
+    group: str = ""  # the id that the caller knows: the request's own, or that of all n copies
+    waits_for: str | None = None  # id of the request that caches its prompt; not submitted before that has ended
+    abort_asked: bool = False
     rendered: int = 0  # output tokens that the detokenizer has had
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -33,6 +37,11 @@ class Ticket:
     is_news: bool = False
     created: float = field(default_factory=time.perf_counter)
     ended: float = 0.0
+    report: LogprobReport | None = None
+
+    def __post_init__(self) -> None:
+        if self.request.details is not None:
+            self.report = LogprobReport(self.request.details)
 
     def deliver(self, completion_tokens: int, finished: bool) -> None:
         """Takes over what the scheduler says the caller may see; later turns may overwrite the slot's columns."""
@@ -70,7 +79,10 @@ class Ticket:
         }
         if request.return_logprob:
             pairs = zip(now.logprobs, now.output_ids, strict=True)
+            meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
+        if self.report is not None:
+            meta |= self.report.meta(len(now.output_ids))
         if now.finished:
             meta["e2e_latency"] = self.ended - self.created
         out |= {"output_ids": now.output_ids, "meta_info": meta}
@@ -91,7 +103,9 @@ def refusal(rid: Any, message: str, index: int, with_text: bool) -> dict[str, An
 class Call:
     """The requests of one call. Changed under the engine's lock."""
 
+    is_list: bool = False
     tickets: list[Ticket] = field(default_factory=list)
+    ahead: list[Ticket] = field(default_factory=list)  # of requests that copies wait for; they have no results
     refused: list[dict[str, Any]] = field(default_factory=list)
     pending: int = 0  # tickets that have not finished
     news: deque[Ticket] = field(default_factory=deque)  # those with tokens or an end that a stream has not given out

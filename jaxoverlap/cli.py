@@ -25,6 +25,7 @@ from jaxoverlap.core import RequestError
 
 COMMANDS = (
     "jaxoverlap.commands.fetch",
+    "jaxoverlap.commands.checkpoint",
     "jaxoverlap.commands.generate",
     "jaxoverlap.compare.command",
     "jaxoverlap.replay.command",

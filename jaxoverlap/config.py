@@ -44,7 +44,7 @@ class EngineConfig:
 
     model_path: str = setting(
         "auto",
-        "demo model name, 'checksum', or a Hugging Face directory; auto: smollm2-135m, simulated devices checksum",
+        "demo model, 'checksum', or a Hugging Face or Orbax directory; auto: smollm2-135m, simulated devices checksum",
     )
     device: Literal["auto", "simulated"] = setting(
         "auto", "auto: JAX's default; simulated: no model, steps of a set time, tokens of the checksum rule"
@@ -73,6 +73,11 @@ class EngineConfig:
         False, "handle a prefill's result before launching the next prefill (SGLang's environment switch)"
     )
     stream_interval: int = setting(1, "completion tokens between streamed pieces")
+    max_logprobs: int = setting(
+        0,
+        "largest top_logprobs_num and number of token_ids_logprob; 0: none, no log-probabilities of prompts, and a "
+        "shorter warm-up",
+    )
     random_seed: int | None = setting(None, "seed of unseeded requests; default: fresh each run")
     init_new_token_ratio: float = setting(0.7, "share of a request's output cap reserved at admission")
     min_new_token_ratio_factor: float = setting(0.14, "lowest ratio as a share of the initial one")
@@ -100,6 +105,9 @@ class EngineConfig:
     delay_sampling: Literal["sglang", "when-needed"] = setting(
         "sglang", "when-needed: not where every mask is known before the result in flight is; the same tokens"
     )
+    deterministic: bool = setting(
+        False, "tokens bit-equal in any company: every step computes as many rows as chunked_prefill_size"
+    )
     audit: bool = setting(False, "check pages, slots and locks after every turn (debug)")
     poison_future_map: bool = setting(False, "poison FutureMap rows and check every gather (debug)")
     kernels: Literal["auto", "pallas", "xla", "interpret"] = setting(
@@ -124,6 +132,8 @@ class EngineConfig:
         for name in ("init_new_token_ratio", "min_new_token_ratio_factor", "mem_fraction_static"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
+        if self.max_logprobs < 0:
+            raise ValueError(f"max_logprobs must be at least 0, not {self.max_logprobs}")
         for name in ("schedule_conservativeness", "grammar_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
@@ -143,6 +153,10 @@ class EngineConfig:
                 f"max_total_tokens {self.max_total_tokens} must be a multiple of page_size {self.page_size}"
             )
         self._check_priorities()
+        if self.deterministic and self.chunked_prefill_size == -1:
+            raise ValueError("deterministic needs chunked_prefill_size: it is the size of every step")
+        if self.deterministic and self.speculative_num_draft_tokens:
+            raise ValueError("deterministic and speculation exclude each other: a verify step has another shape")
         if self.enable_mixed_chunk and self.chunked_prefill_size == -1:
             raise ValueError("enable_mixed_chunk needs chunked_prefill_size")
         if self.enable_mixed_chunk and self.speculative_num_draft_tokens:
@@ -174,7 +188,7 @@ class EngineConfig:
         if self.model_path != "checksum":
             raise ValueError(f"device simulated runs no model: model_path must be checksum, not {self.model_path!r}")
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        for name in ("dtype", "mem_fraction_static", "kernels", "poison_future_map"):
+        for name in ("dtype", "mem_fraction_static", "kernels", "poison_future_map", "deterministic", "max_logprobs"):
             if getattr(self, name) != defaults[name]:
                 raise ValueError(f"{name} means nothing on device simulated: leave it at {defaults[name]}")
 

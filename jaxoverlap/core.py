@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxoverlap.logprobs import LogprobDetails, LogprobTable
 from jaxoverlap.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxoverlap.memory.radix import Node
     from jaxoverlap.memory.slots import SlotTable
+    from jaxoverlap.scheduler.stop_text import StopText
 
 
 class ForwardMode(enum.Enum):
@@ -39,7 +41,7 @@ class ForwardMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FinishReason:
-    """Why a request ended: `type` is "length", "stop" or "abort"; `matched` the stop token id or string."""
+    """Why a request ended: `type` is "length", "stop" or "abort"; `matched` the stop token id, string or regex."""
 
     type: str
     matched: int | str | None = None
@@ -87,6 +89,7 @@ class Request:
     text: str | None = None
     stream: bool = False
     return_logprob: bool = False
+    details: LogprobDetails | None = None  # only with return_logprob
     priority: int | None = None
     seed: int = 0  # uint32; drawn by the engine where params.sampling_seed is None
     max_new_tokens: int = 0  # params.max_new_tokens clamped at admission
@@ -101,6 +104,7 @@ class Request:
     stop_len: int | None = None  # completion tokens up to the first stop, where a run went past it
     finished_output: bool = False  # the final message has been sent
     is_retracted: bool = False
+    stop_text: StopText | None = None  # how far stop_regex has been searched for
     middle_chunks: int = 0  # launched chunks of an unfinished prompt whose results are not handled yet
 
     slot: int = 0  # 0: holds none
@@ -138,6 +142,13 @@ class Request:
         """int32, prompt and the outputs so far: what a request without a slot has to prefill."""
         return np.concatenate([self.prompt_ids, self.kept_ids]) if len(self.kept_ids) else self.prompt_ids
 
+    def max_prefix_len(self, tokens: int) -> int:
+        """How many of the `tokens` of its context may come from the tree (SGLang's _compute_max_prefix_len): the last
+        one's logits are always wanted, with `return_logprob` all from logprob_start_len on."""
+        start = self.prompt_len if self.details is None else self.details.start
+        limited = self.return_logprob and start >= 0
+        return min(tokens - 1, start) if limited else tokens - 1
+
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -167,6 +178,7 @@ class Batch:
     chunked: Request | None = None
     has_grammar: bool = False
     return_logprob: bool = False
+    output_details: bool = False  # some row wants details of its output tokens
     is_prefill_only: bool = False
     is_full: bool = False  # SGLang's batch_is_full: no admission until this batch shrinks
     is_extend_in_batch: bool = False  # over all DP ranks
@@ -203,6 +215,8 @@ class Launch:
     mask: np.ndarray | None = None  # int32 [B, ahead, ceil(vocab / 32)], grammar bits known at launch
     chunked: Request | None = None
     return_logprob: bool = False
+    output_details: bool = False  # some row wants details of its output token
+    input_spans: np.ndarray | None = None  # int32 [B, 2], see scheduler/logprobs.py
     is_prefill_only: bool = False
     is_extend_in_batch: bool = False
     global_num_tokens: tuple[int, ...] | None = None
@@ -222,6 +236,8 @@ class StepResult:
     seq_lens_in: np.ndarray | None = None  # int32 [B], each row's length before a verify step
     bonus_in: np.ndarray | None = None  # int32 [B], the token that each row's verify step started from
     logprobs: np.ndarray | None = None  # float32, shape of `tokens`
+    output_details: LogprobTable | None = None  # of the rows, where some row wants them
+    input_details: LogprobTable | None = None  # of the places that the launch's `input_spans` name, row after row
 
 
 class Output(NamedTuple):
@@ -266,7 +282,7 @@ Turn = Generator["Sync | Launch | Sample | Wait", Any, None]
 
 class Runner(Protocol):
     """A device behind the drivers. `launch` takes one launch per local rank and returns one opaque handle for each,
-    at once; `wait` blocks until that step is done."""
+    at once; `wait` blocks until that step is done. One that can give details says how many in `max_logprobs`."""
 
     def launch(self, launches: list[Launch]) -> list[Any]: ...
 

@@ -6,98 +6,84 @@ whatever the pieces in which the ids arrive; nothing that was given out is ever 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Protocol
 
 from jaxoverlap.core import FinishReason
+from jaxoverlap.growing_text import REPLACEMENT, GrowingText
 from jaxoverlap.sampling_params import SamplingParams
-
-REPLACEMENT = "\ufffd"
+from jaxoverlap.stop_regex import Scan, compile_stop_regex
 
 
 class Decoder(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
-def byte_tokens(token_to_id: Callable[[str], int | None]) -> frozenset[int]:
-    """Ids of the tokens that stand for one raw byte (byte fallback); their neighbours can change their text."""
-    ids = (token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-    return frozenset(i for i in ids if i is not None)
-
-
 def final_text(decoder: Decoder, ids: Sequence[int], params: SamplingParams, reason: FinishReason | None) -> str:
     """The text of a request that ended with `reason`.
 
-    A matched stop string is cut off where it begins, a matched stop token is left out; with `no_stop_trim` the text
-    ends where the stop ends. A stop string that only exists in special tokens that are skipped cuts nothing.
+    A matched stop string or regular expression is cut off where it begins, a matched stop token is left out; with
+    `no_stop_trim` the text ends where the stop ends. A stop that only exists in special tokens that are skipped cuts
+    nothing.
     """
     matched = reason.matched if reason is not None and reason.type == "stop" else None
     if isinstance(matched, int) and not params.no_stop_trim:
         ids = ids[:-1]
     text = decoder.decode(ids, params.skip_special_tokens)
-    if isinstance(matched, str) and (at := text.find(matched)) >= 0:
-        text = text[: at + len(matched)] if params.no_stop_trim else text[:at]
-    return text
+    if not isinstance(matched, str):
+        return text
+    # a stop ends in the text of the last token; the same text before it was no stop, with special tokens between
+    before = len(decoder.decode(ids[:-1], params.skip_special_tokens).rstrip(REPLACEMENT))
+    span = None
+    if matched in (params.stop or ()) and (at := text.find(matched, max(0, before - len(matched) + 1))) >= 0:
+        span = at, at + len(matched)
+    elif matched in (params.stop_regex or ()):
+        regex = compile_stop_regex(matched)
+        span = regex.read(regex.read(Scan(), text[:before]), text[before:]).found
+    return text if span is None else text[: span[1] if params.no_stop_trim else span[0]]
 
 
 class Detokenizer:
     """The text of one request while it grows.
 
     `add` returns text only when no later token can change it: a character's bytes may be spread over several tokens,
-    and text that may begin a stop string waits until it is known not to.
+    and text that may begin a stop waits until it is known not to.
     """
 
     def __init__(self, decoder: Decoder, params: SamplingParams, byte_ids: Collection[int] = ()) -> None:
         self._decoder = decoder
         self._params = params
-        self._byte_ids = byte_ids
-        self._ids: list[int] = []
-        self._begin = 0  # ids[begin:read] are settled and give the decoder its context
-        self._read = 0
-        self._settled = ""
+        self._grown = GrowingText(partial(decoder.decode, skip_special_tokens=params.skip_special_tokens), byte_ids)
+        # what a match of them ends is shown with no_stop_trim: then nothing has to wait
+        self._regexes = [] if params.no_stop_trim else [compile_stop_regex(p) for p in params.stop_regex or ()]
+        self._scans = [Scan() for _ in self._regexes]
+        self._final: str | None = None
         self._shown = 0  # characters given out
 
     @property
     def text(self) -> str:
         """All text given out so far."""
-        return self._settled[: self._shown]
+        return (self._grown.settled if self._final is None else self._final)[: self._shown]
 
     def add(self, ids: Sequence[int]) -> str:
         """Takes the next token ids of an unfinished request and returns the new text, which may be empty."""
-        self._ids.extend(ids)
-        self._settle()
-        begin = self._shown
-        self._shown = max(begin, len(self._settled) - held_back(self._settled, self._stops))
-        return self._settled[begin : self._shown]
+        new = self._grown.add(ids)
+        self._scans = [regex.read(scan, new) for regex, scan in zip(self._regexes, self._scans)]
+        settled = self._grown.settled
+        known = len(settled) - held_back(settled, self._params.stop or ())
+        known = min([known, *(regex.begun(scan) for regex, scan in zip(self._regexes, self._scans))])
+        begin, self._shown = self._shown, max(self._shown, known)
+        return settled[begin : self._shown]
 
     def finish(self, ids: Sequence[int], reason: FinishReason | None) -> str:
         """Takes the last ids (those after the last `add`) and returns the rest of the text."""
-        self._ids.extend(ids)
-        begin = self._shown
-        given = self.text
-        text = final_text(self._decoder, self._ids, self._params, reason)
+        begin, given = self._shown, self.text
+        text = final_text(self._decoder, [*self._grown.ids, *ids], self._params, reason)
         # a decoder that rewrites old text when new ids come cannot take back what was given out
-        self._settled = text if text.startswith(given) else given
-        self._shown = len(self._settled)
-        return self._settled[begin:]
-
-    @property
-    def _stops(self) -> tuple[str, ...]:
-        return tuple(self._params.stop or ())
-
-    def _settle(self) -> None:
-        if self._read == len(self._ids) or self._ids[-1] in self._byte_ids:
-            return
-        skip = self._params.skip_special_tokens
-        window = self._decoder.decode(self._ids[self._begin :], skip)
-        if window.endswith(REPLACEMENT):
-            return
-        known = self._decoder.decode(self._ids[self._begin : self._read], skip)
-        new = window[len(known) :]
-        self._settled += new
-        if new:  # a context without text would let the decoder strip the next token's leading space
-            self._begin = self._read
-        self._read = len(self._ids)
+        self._final = text if text.startswith(given) else given
+        self._shown = len(self._final)
+        return self._final[begin:]
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:

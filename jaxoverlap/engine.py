@@ -11,24 +11,27 @@ import dataclasses
 import threading
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxoverlap.calls import Call, Ticket, refusal
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.core import RequestError, Runner
-from jaxoverlap.detokenizer import Detokenizer, byte_tokens
+from jaxoverlap.core import Request, RequestError, Runner
+from jaxoverlap.detokenizer import Detokenizer
 from jaxoverlap.device.buckets import fit_chunk
 from jaxoverlap.driver import Driver
+from jaxoverlap.growing_text import byte_tokens
 from jaxoverlap.loading import OwnedRunner, ServedModel, load, load_grammar_backend
 from jaxoverlap.loop import EngineError, Loop
 from jaxoverlap.progress import Report
-from jaxoverlap.requests import Limits, RequestFactory, RequestInput, split
+from jaxoverlap.requests import Limits, RequestFactory, RequestInput, prompt_alone, split
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.scheduler.grammar_queue import GrammarBackend
 from jaxoverlap.stream import Stream, raise_refused
 from jaxoverlap.trace.events import Trace
 from jaxoverlap.trace.recorder import Annotator, Recorder
+from jaxoverlap.weights import new_weights, swap
 
 if TYPE_CHECKING:
     from jaxoverlap.grammar.backend import LLGuidanceBackend
@@ -96,7 +99,8 @@ class Engine:
             max_total_tokens=max_total_tokens,
             context_length=model.context_length,
             vocab_size=model.config.vocab_size,
-            decode=None if self.tokenizer is None else self.tokenizer.decode,
+            decode=None if self.tokenizer is None else partial(self.tokenizer.decode, skip_special_tokens=False),
+            byte_ids=self._byte_ids,
             grammar_backend=grammar_backend,
         )
         limits = Limits(
@@ -106,10 +110,12 @@ class Engine:
             max_prompt_len=self._scheduler.max_prompt_len,
             eos_token_ids=tuple(model.config.eos_token_ids),
             priorities=config.enable_priority_scheduling,
+            max_logprobs=min(config.max_logprobs, getattr(runner, "max_logprobs", 0)),
             no_grammars=None if grammar_backend is not None else _why_no_grammars(config, model),
         )
         self._factory = RequestFactory(limits, self.tokenizer, config.random_seed)
         self._intake = threading.Lock()  # requests get their ids and seeds in order
+        self._control = threading.RLock()  # one pause, resumption, update or end at a time
         self._loop = Loop(self._scheduler, Driver(runner))
         self._owned_runner: OwnedRunner | None = None
         self._owned_backend: LLGuidanceBackend | None = None
@@ -127,17 +133,29 @@ class Engine:
         sampling_params: Params | Sequence[Params] | None = None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         return_logprob: bool | Sequence[bool] = False,
+        logprob_start_len: int | Sequence[int | None] | None = -1,
+        top_logprobs_num: int | Sequence[int | None] | None = 0,
+        token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | None = None,
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
         priority: int | Sequence[int] | None = None,
         response_format: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
     ) -> Any:
         """One result, or a list of results in the order of a list of prompts; with `stream` an iterator of results.
+        `n` above 1 makes a list too: n results for each prompt, one behind the other. They have the ids `rid_0`,
+        `rid_1`, ..., and their prompt is brought into the prefix cache before they start, as in SGLang.
 
         A result is SGLang's: {"text", "output_ids", "meta_info": {"id", "finish_reason", "prompt_tokens",
-        "completion_tokens", "cached_tokens", "e2e_latency" (seconds, once finished), "output_token_logprobs" (with
-        `return_logprob`: (logprob, id, None) each)}}; "text" is absent where the model has no tokenizer. A streamed
-        result holds everything so far; those of a list call carry "index". Closing the iterator aborts its requests.
+        "completion_tokens", "cached_tokens", "e2e_latency" (seconds, once finished)}}; "text" is absent where the model
+        has no tokenizer. A streamed result holds everything so far; those of a list call carry "index". Closing the
+        iterator aborts its requests.
+
+        With `return_logprob` meta_info has "output_token_logprobs", (logprob, id, None) for each token, and
+        "input_token_logprobs": the same for the prompt from `logprob_start_len` on, the first with None for logprob;
+        empty at -1. `top_logprobs_num` adds "output_top_logprobs" and "input_top_logprobs", for each token the entries
+        of that many likeliest ids; `token_ids_logprob` adds "output_token_ids_logprobs" and "input_token_ids_logprobs",
+        those of the ids given (first input: None). Natural logarithms under the model's unchanged logits. All but
+        the output tokens' own need the setting max_logprobs, the most that may be asked for.
 
         `sampling_params` are SamplingParams or a dict of its fields, with SamplingParams' defaults as in SGLang's
         Engine; what the model's generation_config.json recommends is in `sampling_defaults`. `response_format` is
@@ -146,7 +164,10 @@ class Engine:
         Raises RequestError for a malformed request. In a list call a malformed request gets a result whose
         finish_reason is an abort with status_code 400 and the message, and the others run.
         """
-        given, many = split(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, response_format)
+        details = (logprob_start_len, top_logprobs_num, token_ids_logprob)
+        given, many = split(
+            prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details, response_format
+        )
         call = self._open(given, many)
         if stream:
             return Stream(self._loop, call)
@@ -156,7 +177,7 @@ class Engine:
             self._loop.abandon(call)
             raise
         results = [t.render(t.snapshot()) for t in call.tickets]
-        if not many:
+        if not call.is_list:
             return raise_refused(results[0])
         return sorted([*results, *call.refused], key=lambda result: result.pop("index"))
 
@@ -172,28 +193,59 @@ class Engine:
         return self.generate(input_ids=ids, sampling_params=sampling_params, **more)
 
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
-        """Ends the unfinished request `rid`, or all; returns when they have ended (while paused: at once, and they end
-        after `continue_generation`). An id that is unknown or has ended is no error."""
+        """Ends the unfinished request `rid` (all its copies, if `n` made some), or all; returns when they have ended
+        (while paused: at once, and they end after `continue_generation`). An id that is unknown or has ended is no
+        error."""
         with self._loop.lock:
-            live = self._loop.tickets
-            tickets = list(live.values()) if abort_all else [live[rid]] if rid in live else []
+            live = self._loop.tickets.values()
+            tickets = [t for t in live if abort_all or rid in (t.request.rid, t.group)]
         self._loop.abort(tickets)
 
     def pause_generation(self, mode: str = "abort") -> None:
         """SGLang's modes. "abort": every request is ended first. "in_place": all stays where it is, a launched step
         included. "retract": what runs goes back to the waiting queue and gives up its slot and pages. Until
         `continue_generation` calls block."""
-        self._loop.check_alive()
-        if mode == "abort":
-            self.abort(abort_all=True)
-        self._loop.operate(lambda: self._scheduler.pause(mode))
-        self._loop.drive_until_seen()
-        self._loop.is_paused = True
+        with self._control:
+            self._loop.check_alive()
+            if mode == "abort":
+                self.abort(abort_all=True)
+            self._pause(mode)
 
     def continue_generation(self) -> None:
+        with self._control:
+            self._loop.check_alive()
+            self._loop.is_paused = False
+            self._loop.operate(self._scheduler.resume)
+
+    def update_weights(self, weights: Any, in_flight: str = "finish", *, progress: Report | None = None) -> None:
+        """Other weights for what is submitted from now on, between two turns and without a compile (of programs that
+        are compiled already). Cached prefixes are forgotten.
+
+        `weights`: a directory or demo model with the served model's configuration, or the arrays themselves: an nnx
+        module or state, or dictionaries, with the parameters' names, shapes and dtypes. They are copied. `in_flight`
+        says what becomes of unfinished requests. "finish": they end on the old weights first, and calls that come
+        meanwhile wait, as in SGLang's update_weights_from_disk. "retract": what runs goes back to the waiting queue,
+        keeps its tokens and goes on with the new weights; works while paused too, and stays paused.
+
+        Raises CheckpointError or ValueError naming what does not fit, and EngineError for "finish" while requests are
+        paused; nothing has changed then.
+        """
+        if in_flight not in ("finish", "retract"):
+            raise ValueError(f"in_flight must be finish or retract, not {in_flight!r}")
         self._loop.check_alive()
-        self._loop.is_paused = False
-        self._loop.operate(self._scheduler.resume)
+        new = new_weights(weights, self.model, self.runner, progress)
+        with self._control, self._intake:
+            if in_flight == "finish":
+                self.wait_idle()
+                if self._loop.tickets:
+                    raise EngineError(f"{len(self._loop.tickets)} requests are paused and cannot finish: retract them")
+            was_paused = self._loop.is_paused
+            try:
+                self._pause("retract", flush=True)
+                swap(self._loop, self.runner, new)
+            finally:
+                if not was_paused and self._loop.failure is None:
+                    self.continue_generation()
 
     def flush_cache(self) -> bool:
         """Forgets all cached prefixes. False, and nothing done, while there are unfinished requests."""
@@ -264,7 +316,8 @@ class Engine:
                 self.continue_generation()
             self.abort(abort_all=True)
             self.wait_idle()
-            self._loop.end("the engine was shut down")
+            with self._control:
+                self._loop.end("the engine was shut down")
         if self._owned_runner is not None:
             self._owned_runner.shutdown()
             self._owned_runner = None
@@ -277,26 +330,49 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
+    def _pause(self, mode: str, flush: bool = False) -> None:
+        self._loop.operate(lambda: self._scheduler.pause(mode, flush=flush))
+        self._loop.drive_until_seen()
+        self._loop.is_paused = True
+
     def _open(self, given: list[RequestInput], many: bool) -> Call:
         """Checks and submits; raises RequestError unless it is a list call."""
         self._loop.check_alive()
-        call = Call()
+        call, index = Call(is_list=many), 0
         with self._intake:
             opened: dict[str, Ticket] = {}
-            for index, one in enumerate(given):
+            for one in given:
                 try:
                     request = self._factory.make(one, ChainMap(opened, self._loop.tickets))
                 except RequestError as e:
                     if not many:
                         raise
                     call.refused.append(refusal(one.rid, str(e), index, self.tokenizer is not None))
+                    index += 1
                     continue
-                detokenizer = None
-                if self.tokenizer is not None:
-                    detokenizer = Detokenizer(self.tokenizer, request.params, self._byte_ids)
-                opened[request.rid] = Ticket(request, detokenizer, call, index if many else None)
-            self._loop.submit(call, opened)
+                copies = self._factory.copies(request)
+                call.is_list |= len(copies) > 1
+                ahead = self._cache_prompt(request, call) if len(copies) > 1 else None
+                for copy in copies:
+                    place = index if call.is_list else None
+                    ticket = Ticket(copy, self._detokenizer(copy), call, place, group=request.rid, waits_for=ahead)
+                    opened[copy.rid] = ticket
+                    index += 1
+            call.tickets = list(opened.values())
+            self._loop.submit(call)
         return call
+
+    def _cache_prompt(self, request: Request, call: Call) -> str | None:
+        """Id of a request that goes ahead of the copies, so that they find the prompt in the prefix cache."""
+        page = self.config.page_size
+        if self.config.disable_radix_cache or (request.prompt_len - 1) // page == 0:
+            return None
+        ahead = prompt_alone(request)
+        call.ahead.append(Ticket(ahead, None, Call(), group=request.rid))
+        return ahead.rid
+
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        return None if self.tokenizer is None else Detokenizer(self.tokenizer, request.params, self._byte_ids)
 
 
 def _why_no_grammars(config: EngineConfig, model: ServedModel) -> str:

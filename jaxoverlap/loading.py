@@ -71,7 +71,7 @@ def load(config: EngineConfig, progress: Report | None = None) -> tuple[ServedMo
         config,
         max_total_tokens=total,
         context_length=model.context_length,
-        masks=takes_grammars(config, model),
+        cut=takes_grammars(config, model),
     )
     if not config.skip_warmup:
         runner.warm_up(lambda done, total, _: report("compile", done, total))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxoverlap.calls import Call, Ticket
 from jaxoverlap.driver import Driver
@@ -36,18 +36,22 @@ class Loop:
         self.is_paused = False
         self.failure: BaseException | str | None = None
         self._waiters: dict[threading.Condition, Done] = {}
+        self._held: dict[str, list[Ticket]] = {}  # by the id that they wait for
         self._driver_thread: int | None = None  # who turns the loop
         self._in_turn = False
         self._launches = self._still_turns = 0  # as of the last turn; turns since anything moved
         self._poked = False  # something came in that no turn has seen
 
-    def submit(self, call: Call, tickets: Mapping[str, Ticket]) -> None:
+    def submit(self, call: Call) -> None:
         with self.lock:
             self.check_alive()
-            call.tickets, call.pending = list(tickets.values()), len(tickets)
-            self.tickets |= tickets
-            for ticket in call.tickets:
-                self.scheduler.submit(ticket.request)
+            call.pending = len(call.tickets)
+            for ticket in (*call.ahead, *call.tickets):
+                self.tickets[ticket.request.rid] = ticket
+                if ticket.waits_for is None:
+                    self.scheduler.submit(ticket.request)
+                else:
+                    self._held.setdefault(ticket.waits_for, []).append(ticket)
             self._poke()
 
     def operate(self, operation: Callable[[], None]) -> None:
@@ -97,14 +101,14 @@ class Loop:
     def abandon(self, call: Call) -> None:
         """The caller has gone: what has not ended is aborted."""
         if self.failure is None and call.pending:
-            self.abort(call.tickets)
+            self.abort([*call.ahead, *call.tickets])
 
     def collect(self, call: Call) -> None:
         """`abandon` for the garbage collector, which may run anywhere, a turn included: never waits for a lock. Where
         the loop cannot be turned from here, the next turn sees the abort."""
         if self.failure is not None or not call.pending or sys.is_finalizing():
             return
-        self._submit_aborts(call.tickets)
+        self._submit_aborts([*call.ahead, *call.tickets])
         self._poked = True
         if self.lock.acquire(blocking=False):
             free = self._driver_thread is None
@@ -195,6 +199,7 @@ class Loop:
                 ticket.deliver(completion_tokens, finished)
                 if finished:
                     del tickets[request.rid]
+                    self._let_go(request.rid)
             if finished or not ticket.is_news:
                 ticket.call.note(ticket)
         outputs.clear()
@@ -203,6 +208,16 @@ class Loop:
     def _submit_aborts(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
             if not ticket.finished:
+                ticket.abort_asked = True
+                if ticket.waits_for is not None:
+                    self._let_go(ticket.waits_for)
+                self.scheduler.abort(ticket.request.rid, exact=True)
+
+    def _let_go(self, rid: str) -> None:
+        """Submits what waits for the request. `collect` may come in between at any point, hence the second look."""
+        for ticket in self._held.pop(rid, ()):
+            self.scheduler.submit(ticket.request)
+            if ticket.abort_asked:
                 self.scheduler.abort(ticket.request.rid, exact=True)
 
     def _poke(self) -> None:

@@ -1,7 +1,8 @@
-"""Where jaxoverlap keeps what it fetches."""
+"""Where jaxoverlap keeps what it fetches, and how much a folder holds."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -17,3 +18,13 @@ def cache_dir() -> Path:
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"
     return base / "jaxoverlap"
+
+
+def bytes_below(folder: Path) -> int:
+    """Bytes in the files of a folder that others write to meanwhile."""
+    total = 0
+    for inner, _, files in os.walk(folder):
+        for file in files:
+            with contextlib.suppress(OSError):  # files are moved and removed
+                total += os.stat(os.path.join(inner, file)).st_size
+    return total

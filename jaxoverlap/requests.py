@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import uuid
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxoverlap.core import Request, RequestError
 from jaxoverlap.grammar.response_format import schema_of
+from jaxoverlap.logprobs import LogprobDetails
 from jaxoverlap.sampling_params import SamplingParams
+
+SEED_STEP = 0x9E3779B9  # 2**32 over the golden ratio, odd: no two copies of a request have the same seed
 
 
 class Encoder(Protocol):
@@ -30,6 +33,9 @@ class RequestInput:
     stream: Any = False
     return_logprob: Any = False
     priority: Any = None
+    logprob_start_len: Any = None
+    top_logprobs_num: Any = None
+    token_ids_logprob: Any = None
     response_format: Any = None
 
 
@@ -43,6 +49,7 @@ class Limits:
     max_prompt_len: int
     eos_token_ids: tuple[int, ...] = ()
     priorities: bool = False  # enable_priority_scheduling
+    max_logprobs: int = 0
     no_grammars: str | None = None  # why a request may not have a grammar
 
 
@@ -60,7 +67,7 @@ class RequestFactory:
     def make(self, given: RequestInput, live: Container[str] = ()) -> Request:
         """`live` are the ids in use. Raises RequestError; a refused request draws no seed."""
         params = self._params(given)
-        rid = _rid(given.rid, live)
+        rid = _rid(given.rid, live, params.n)
         for name in ("stream", "return_logprob"):
             if not isinstance(getattr(given, name), (bool, np.bool_)):
                 raise RequestError(f"{name} must be a bool, not {type(getattr(given, name)).__name__}")
@@ -77,10 +84,30 @@ class RequestFactory:
             text=given.prompt,
             stream=given.stream,
             return_logprob=given.return_logprob,
+            details=self._details(given, ids),
             priority=given.priority,
             seed=seed,
             stop_ids=tuple(dict.fromkeys(stop_ids)),
         )
+
+    def copies(self, request: Request) -> list[Request]:
+        """A new request `params.n` times, with the ids `rid_0`, `rid_1`, ... if n is above 1.
+
+        Copy 0 has the seed that the request would have alone. Copy i has sampling_seed + i * SEED_STEP mod 2**32, or,
+        unseeded, the next draw: SGLang gives all of them one seed, which makes them equal.
+        """
+        n, given = request.params.n, request.params.sampling_seed
+        if n == 1:
+            return [request]
+        if given is None:
+            seeds = [request.seed, *self._seeds.integers(1 << 32, size=n - 1, dtype=np.uint32).tolist()]
+        else:
+            seeds = [(given + i * SEED_STEP) % (1 << 32) for i in range(n)]
+        shared = {id(same): same for same in (request.params, request.prompt_ids)}
+        copies = [deepcopy(request, shared.copy()) for _ in seeds]
+        for i, copy in enumerate(copies):
+            copy.rid, copy.seed = f"{request.rid}_{i}", seeds[i]
+        return copies
 
     def _params(self, request: RequestInput) -> SamplingParams:
         given = {} if request.sampling_params is None else request.sampling_params
@@ -92,19 +119,23 @@ class RequestFactory:
             raise RequestError(f"sampling_params: {e}") from None
         try:
             schema = schema_of(request.response_format)
-            params = params if schema is None else dataclasses.replace(params, json_schema=schema)
+            params = params if schema is None else replace(params, json_schema=schema)
         except ValueError as e:
             raise RequestError(f"response_format: {e}") from None
         if params.grammar_key is not None and self._limits.no_grammars is not None:
             where = "response_format" if schema is not None else f"sampling_params: {params.grammar_key[0]}"
             raise RequestError(f"{where} {self._limits.no_grammars}")
-        for t in params.stop_token_ids or ():
-            if t >= self._limits.vocab_size:
+        for name in ("stop_token_ids", "logit_bias"):
+            for t in getattr(params, name) or ():
+                if t >= self._limits.vocab_size:
+                    raise RequestError(
+                        f"sampling_params: {name} holds {t}, but the vocabulary has {self._limits.vocab_size} ids"
+                    )
+        for name in ("stop", "stop_regex"):
+            if getattr(params, name) and self._tokenizer is None:
                 raise RequestError(
-                    f"sampling_params: stop_token_ids holds {t}, but the vocabulary has {self._limits.vocab_size} ids"
+                    f"sampling_params: {name} needs a tokenizer and this model has none; use stop_token_ids"
                 )
-        if params.stop and self._tokenizer is None:
-            raise RequestError("sampling_params: stop needs a tokenizer and this model has none; use stop_token_ids")
         return params
 
     def _check_priority(self, priority: Any) -> None:
@@ -114,6 +145,33 @@ class RequestFactory:
             raise RequestError(f"priority must be an int, not {type(priority).__name__}")
         if not self._limits.priorities:
             raise RequestError("priority needs an engine with enable_priority_scheduling")
+
+    def _details(self, given: RequestInput, prompt_ids: np.ndarray) -> LogprobDetails | None:
+        """None where nothing beyond the sampled tokens' log-probabilities is asked for. logprob_start_len -1 is the
+        prompt's length, as in SGLang; with token_ids_logprob it stays -1."""
+        limit, count = self._limits.max_logprobs, len(prompt_ids)
+        start = _integer("logprob_start_len", given.logprob_start_len, -1)
+        if not -1 <= start <= count:
+            raise RequestError(f"logprob_start_len must be at least -1 and at most {count}, the prompt's, not {start}")
+        top_num = _integer("top_logprobs_num", given.top_logprobs_num, 0)
+        if top_num < 0:
+            raise RequestError(f"top_logprobs_num must be at least 0, not {top_num}")
+        token_ids = _token_ids(given.token_ids_logprob, self._limits.vocab_size)
+        for name, asked, ids in (
+            ("logprob_start_len", start != -1, int(0 <= start < count)),
+            ("top_logprobs_num", top_num > 0, top_num),
+            ("token_ids_logprob", len(token_ids) > 0, len(token_ids)),
+        ):
+            if asked and not given.return_logprob:
+                raise RequestError(f"{name} needs return_logprob")
+            if ids > limit == 0:
+                raise RequestError(f"{name} needs the setting max_logprobs, which is 0 to keep the warm-up short")
+            if ids > limit:
+                raise RequestError(f"{name} asks for {ids} ids, above the setting max_logprobs {limit}")
+        if start == -1 and not token_ids:
+            start = count
+        details = LogprobDetails(prompt_ids, start, top_num, token_ids)
+        return details if details.of_inputs or details.of_outputs else None
 
     def _prompt(self, given: RequestInput) -> np.ndarray:
         """int32 [prompt_len]"""
@@ -142,29 +200,51 @@ class RequestFactory:
             raise RequestError("prompt must be valid Unicode") from None
 
 
-def _rid(rid: Any, live: Container[str]) -> str:
+def prompt_alone(request: Request) -> Request:
+    """A request that only brings the prompt into the prefix cache, as SGLang's before n copies."""
+    params = SamplingParams(max_new_tokens=0, temperature=0.0)
+    return Request(uuid.uuid4().hex, request.prompt_ids, params, priority=request.priority)
+
+
+def _rid(rid: Any, live: Container[str], n: int) -> str:
     if rid is None:
         return uuid.uuid4().hex
     if not isinstance(rid, str) or not rid:
         raise RequestError(f"rid must be a non-empty string, not {rid!r}")
-    if rid in live:
-        raise RequestError(f"rid {rid!r} is in use by a request that has not ended")
+    for one in (rid, *(f"{rid}_{i}" for i in range(n if n > 1 else 0))):
+        if one in live:
+            raise RequestError(f"rid {one!r} is in use by a request that has not ended")
     return rid
 
 
-def _check_ids(ids: Any, vocab_size: int) -> None:
+def _integer(name: str, value: Any, default: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise RequestError(f"{name} must be an int, not {type(value).__name__}")
+    return int(value)
+
+
+def _token_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    _check_ids(ids, vocab_size, "token_ids_logprob")
+    return tuple(int(t) for t in ids)
+
+
+def _check_ids(ids: Any, vocab_size: int, name: str = "input_ids") -> None:
     if isinstance(ids, np.ndarray):
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RequestError(f"input_ids must be one row of ints, not {ids.dtype} of shape {ids.shape}")
+            raise RequestError(f"{name} must be one row of ints, not {ids.dtype} of shape {ids.shape}")
     elif not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)):
-        raise RequestError(f"input_ids must be a list of ints, not {type(ids).__name__}")
+        raise RequestError(f"{name} must be a list of ints, not {type(ids).__name__}")
     else:
         for t in ids:
             if isinstance(t, (bool, np.bool_)) or not isinstance(t, (int, np.integer)):
-                raise RequestError(f"input_ids must hold ints, not {type(t).__name__}")
+                raise RequestError(f"{name} must hold ints, not {type(t).__name__}")
     for t in (min(ids), max(ids)) if len(ids) else ():
         if not 0 <= t < vocab_size:
-            raise RequestError(f"input_ids holds {t}, but the vocabulary has ids 0 to {vocab_size - 1}")
+            raise RequestError(f"{name} holds {t}, but the vocabulary has ids 0 to {vocab_size - 1}")
 
 
 def split(
@@ -175,20 +255,27 @@ def split(
     stream: Any,
     return_logprob: Any,
     priority: Any,
+    logprob_start_len: Any = None,
+    top_logprobs_num: Any = None,
+    token_ids_logprob: Any = None,
     response_format: Any = None,
 ) -> tuple[list[RequestInput], bool]:
     """The requests of one call, and whether it was a list call.
 
     A list of prompts, or of lists of ids, makes a list call; the other arguments are then one value for all or a list
-    as long. A string `rid` becomes `rid_0`, `rid_1`, ... Raises RequestError on a list of another length.
+    as long; one list of ids in `token_ids_logprob` is one value. A string `rid` becomes `rid_0`, `rid_1`, ... Raises
+    RequestError on a list of another length.
     """
     many = isinstance(prompt, (list, tuple)) or _is_rows(input_ids)
     if not many:
-        one = RequestInput(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, response_format)
-        return [one], False
+        details = (logprob_start_len, top_logprobs_num, token_ids_logprob)
+        more = (priority, *details, response_format)
+        return [RequestInput(prompt, input_ids, sampling_params, rid, stream, return_logprob, *more)], False
     count = len(prompt) if isinstance(prompt, (list, tuple)) else len(input_ids)
     if isinstance(rid, str):
         rid = [f"{rid}_{i}" for i in range(count)]
+    if isinstance(token_ids_logprob, (list, tuple)) and not _is_rows(token_ids_logprob):
+        token_ids_logprob = [token_ids_logprob] * count
     columns = [
         _column(name, value, count)
         for name, value in (
@@ -198,11 +285,14 @@ def split(
             ("rid", rid),
             ("return_logprob", return_logprob),
             ("priority", priority),
+            ("logprob_start_len", logprob_start_len),
+            ("top_logprobs_num", top_logprobs_num),
+            ("token_ids_logprob", token_ids_logprob),
             ("response_format", response_format),
         )
     ]
     rows = zip(*columns, strict=True)
-    return [RequestInput(p, i, s, r, stream, *rest) for p, i, s, r, *rest in rows], True
+    return [RequestInput(p, i, s, r, stream, *more) for p, i, s, r, *more in rows], True
 
 
 def _is_rows(ids: Any) -> bool:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-KV_BLOCK = 128  # tokens of KV looked at in one turn of a loop (at least one page)
+KV_BLOCK = 64  # tokens of KV looked at in one turn of a loop (at least one page)
 Q_BLOCK = 16  # prompt tokens of one row handled together
 MASKED = -1e30
 

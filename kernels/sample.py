@@ -4,6 +4,10 @@ The kept ids are a prefix of the ids in order of falling logit, the lower id fir
 at most `top_k` of them; while the probability of those before is at most `top_p`; and at least `min_p` times the
 largest probability; probabilities are those of the whole row after temperature. One kept id is then drawn by Gumbel's
 trick with a key folded from (seed, position). Thresholds are found by searching the floats' bits, not by a sort.
+
+Rows with adjustments have their logits changed first, in SGLang's order: an id that occurred c > 0 times loses
+`frequency` * c and `presence`, is then divided (if negative, multiplied) by `repetition`; every id gains its bias; and
+stop ids are forbidden below the minimum. The mask comes last.
 """
 
 from __future__ import annotations
@@ -30,12 +34,29 @@ class RowParams:
     seed: jax.Array  # uint32
 
 
+@dataclass(frozen=True)
+class Adjustments:
+    """What changes the logits of a batch of B rows before they are sampled: tables by request slot, R of them, of which
+    row b has `slots[b]`. Where `needed` is False a row's logits stay as they are, whatever its table rows hold."""
+
+    slots: jax.Array  # int32 [B]
+    needed: jax.Array  # bool [B]
+    frequency: jax.Array  # f32 [B]
+    presence: jax.Array  # f32 [B]
+    repetition: jax.Array  # f32 [B], above 0
+    below_min: jax.Array  # bool [B], stop ids are forbidden
+    counts: jax.Array  # int32 [R, V], occurrences of each id
+    bias: jax.Array  # f32 [R, V]
+    stops: jax.Array  # int32 [R, ceil(V / 32)], bits of the stop ids, packed as a mask's
+
+
 def sample(
     logits: jax.Array,
     params: RowParams,
     positions: jax.Array,
     mask: jax.Array | None = None,
     forced: jax.Array | None = None,
+    adjustments: Adjustments | None = None,
     *,
     implementation: Implementation,
 ) -> tuple[jax.Array, jax.Array]:
@@ -59,7 +80,20 @@ def sample(
         check_shape("mask", mask, (rows, -(-vocab // 32)), jnp.int32)
     if forced is not None:
         check_shape("forced", forced, (rows,), jnp.int32)
+    if adjustments is not None:
+        _check_adjustments(adjustments, rows, vocab)
     greedy = (params.temperature < GREEDY_TEMPERATURE) | (params.top_k == 1)
     if implementation == "xla":
-        return xla.sample(logits, params, greedy, positions, mask, forced)
-    return pallas.sample(logits, params, greedy, positions, mask, forced, interpret=implementation == "interpret")
+        return xla.sample(logits, params, greedy, positions, mask, forced, adjustments)
+    interpret = implementation == "interpret"
+    return pallas.sample(logits, params, greedy, positions, mask, forced, adjustments, interpret=interpret)
+
+
+def _check_adjustments(a: Adjustments, rows: int, vocab: int) -> None:
+    dtypes = {"slots": "int32", "needed": "bool", "below_min": "bool"}
+    for name in ("slots", "needed", "frequency", "presence", "repetition", "below_min"):
+        check_shape(name, getattr(a, name), (rows,), dtypes.get(name, "float32"))
+    slots = a.counts.shape[0]
+    check_shape("counts", a.counts, (slots, vocab), jnp.int32)
+    check_shape("bias", a.bias, (slots, vocab), jnp.float32)
+    check_shape("stops", a.stops, (slots, -(-vocab // 32)), jnp.int32)

@@ -21,7 +21,7 @@ from jaxoverlap.kernels.backend import triton_params
 from jaxoverlap.kernels.noise import gumbel, step_key
 
 if TYPE_CHECKING:
-    from jaxoverlap.kernels.sample import RowParams
+    from jaxoverlap.kernels.sample import Adjustments, RowParams
 
 _BLOCK = 4096
 _FLOOR = -3.0e38  # below every finite logit that matters, yet finite: -inf less -inf is NaN
@@ -37,6 +37,7 @@ def sample(
     positions: jax.Array,
     mask: jax.Array | None,
     forced: jax.Array | None,
+    adjustments: Adjustments | None,
     *,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -46,9 +47,11 @@ def sample(
     seeds = lax.bitcast_convert_type(params.seed, jnp.int32)
     ints = jnp.stack([greedy.astype(jnp.int32), params.top_k, seeds, positions])
     optional = [x for x in (mask, forced) if x is not None]
+    if adjustments is not None:
+        optional += _inputs(adjustments)
     block = min(_BLOCK, pl.next_power_of_2(vocab))
     out = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.float32)
-    has = {"has_mask": mask is not None, "has_forced": forced is not None}
+    has = {"has_mask": mask is not None, "has_forced": forced is not None, "adjusts": adjustments is not None}
     return pl.pallas_call(
         functools.partial(_kernel, vocab=vocab, block=block, **has),
         out_shape=out,
@@ -63,11 +66,12 @@ def _kernel(
     logits_ref: Any,  # [B, V]
     floats_ref: Any,  # [3, B]: temperature, top_p, min_p
     ints_ref: Any,  # [4, B]: greedy, top_k, seed, position
-    *refs: Any,  # mask [B, ceil(V / 32)], forced [B], as far as there are any; tokens [B], logprobs [B]
+    *refs: Any,  # mask [B, ceil(V / 32)], forced [B], those of _inputs, as far as there are any; tokens, logprobs [B]
     vocab: int,
     block: int,
     has_mask: bool,
     has_forced: bool,
+    adjusts: bool,
 ) -> None:
     row = pl.program_id(0)
     temperature, top_p, min_p = (floats_ref[i, row] for i in range(3))
@@ -80,11 +84,10 @@ def _kernel(
         ids = i * block + lane
         there = ids < vocab
         x = triton.load(logits_ref.at[row, ids], mask=there, other=-jnp.inf)
-        if not has_mask:
-            return ids, x, x
-        words = triton.load(refs[0].at[row, lax.div(ids, jnp.int32(_BITS))], mask=there, other=0)
-        bits = lax.shift_right_logical(words, lax.rem(ids, jnp.int32(_BITS))) & 1
-        return ids, x, jnp.where(bits == 1, x, -jnp.inf)
+        allowed = _adjusted(x, ids, there, row, *refs[-7:-2]) if adjusts else x
+        if has_mask:
+            allowed = jnp.where(_bits(refs[0], row, ids, there) == 1, allowed, -jnp.inf)
+        return ids, x, allowed
 
     best, top, normaliser = _survey(load, blocks, block)
 
@@ -126,6 +129,41 @@ def _kernel(
     tokens_ref, logprobs_ref = refs[-2:]
     tokens_ref[row] = token
     logprobs_ref[row] = logits_ref[row, token] - normaliser
+
+
+def _inputs(a: Adjustments) -> list[jax.Array]:
+    floats = jnp.stack([a.frequency, a.presence, a.repetition])
+    ints = jnp.stack([a.slots, a.needed.astype(jnp.int32), a.below_min.astype(jnp.int32)])
+    return [floats, ints, a.counts, a.bias, a.stops]
+
+
+def _adjusted(
+    x: jax.Array,  # [block]
+    ids: jax.Array,  # [block]
+    there: jax.Array,  # [block]
+    row: jax.Array,
+    floats_ref: Any,  # [3, B]: frequency, presence, repetition
+    ints_ref: Any,  # [3, B]: slot, needed, below the minimum
+    counts_ref: Any,  # [R, V]
+    bias_ref: Any,  # [R, V]
+    stops_ref: Any,  # [R, ceil(V / 32)]
+) -> jax.Array:
+    """The block's logits as rows with adjustments have them; the others read nothing."""
+    frequency, presence, repetition = (floats_ref[i, row] for i in range(3))
+    slot, needed, below_min = (ints_ref[i, row] for i in range(3))
+    read = there & (needed == 1)
+    counts = triton.load(counts_ref.at[slot, ids], mask=read, other=0)
+    occurred = counts > 0
+    y = x - frequency * counts.astype(jnp.float32) - jnp.where(occurred, presence, 0.0)
+    y = jnp.where(occurred, jnp.where(y < 0, y * repetition, y / repetition), y)
+    y = y + triton.load(bias_ref.at[slot, ids], mask=read, other=0.0)
+    return jnp.where(_bits(stops_ref, slot, ids, read & (below_min == 1)) == 1, -jnp.inf, y)
+
+
+def _bits(words_ref: Any, row: jax.Array, ids: jax.Array, mask: jax.Array) -> jax.Array:
+    """int32 [block], each id's bit in a row of packed words; 0 outside the mask."""
+    words = triton.load(words_ref.at[row, lax.div(ids, jnp.int32(_BITS))], mask=mask, other=0)
+    return lax.shift_right_logical(words, lax.rem(ids, jnp.int32(_BITS))) & 1
 
 
 def _survey(load: Callable[..., Any], blocks: int, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ from jax import lax
 from jaxoverlap.kernels.noise import gumbel, step_key
 
 if TYPE_CHECKING:
-    from jaxoverlap.kernels.sample import RowParams
+    from jaxoverlap.kernels.sample import Adjustments, RowParams
 
 _BITS = 32
 _LOWEST = jnp.iinfo(jnp.int32).min
@@ -25,9 +25,15 @@ def sample(
     positions: jax.Array,
     mask: jax.Array | None,
     forced: jax.Array | None,
+    adjustments: Adjustments | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`greedy` bool [B]: rows that take their largest logit."""
-    allowed = logits if mask is None else jnp.where(unpack_mask(mask, logits.shape[1]), logits, -jnp.inf)
+    allowed = logits
+    if adjustments is not None:
+        a = adjustments  # the tables are read only if a row needs them
+        allowed = lax.cond(jnp.any(a.needed), lambda: _adjusted(logits, a), lambda: logits)
+    if mask is not None:
+        allowed = jnp.where(unpack_mask(mask, logits.shape[1]), allowed, -jnp.inf)
     best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
     drawn = lax.cond(jnp.all(greedy), lambda: best, lambda: _draw(allowed, params, positions, greedy))
     tokens = jnp.where(greedy, best, drawn)
@@ -35,6 +41,16 @@ def sample(
         tokens = jnp.where(forced >= 0, forced, tokens)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _adjusted(logits: jax.Array, a: Adjustments) -> jax.Array:
+    counts = a.counts[a.slots]
+    there = counts > 0
+    x = logits - a.frequency[:, None] * counts - jnp.where(there, a.presence[:, None], 0.0)
+    repetition = a.repetition[:, None]
+    x = jnp.where(there, jnp.where(x < 0, x * repetition, x / repetition), x) + a.bias[a.slots]
+    forbidden = a.below_min[:, None] & unpack_mask(a.stops[a.slots], logits.shape[1])
+    return jnp.where(a.needed[:, None], jnp.where(forbidden, -jnp.inf, x), logits)
 
 
 def unpack_mask(mask: jax.Array, vocab_size: int) -> jax.Array:

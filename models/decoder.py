@@ -16,7 +16,7 @@ IGNORED_TENSORS = r"(.*\.)?rotary_emb\.inv_freq"  # tables that older checkpoint
 
 
 class Decoder(nnx.Module):
-    """Parameters start at zero: build it under nnx.eval_shape and fill it (checkpoint/hf.py)."""
+    """Parameters start at zero: build it under nnx.eval_shape and fill it (checkpoint/load.py)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         c = config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class PagedContext:
     seq_lens: jax.Array  # int32 [B], tokens in cache after this step
     q_starts: jax.Array  # int32 [B], the row's first token among the T
     extend_lens: jax.Array  # int32 [B], tokens of the row among the T
-    last_tokens: jax.Array  # int32 [B], the row's last token among the T
+    last_tokens: jax.Array  # int32, of each row that is sampled its last token among the T
     page_size: int
     num_locs: int
     is_decode: bool  # T == B, row b is token b
@@ -67,6 +68,21 @@ class PagedContext:
         lens = (self.seq_lens, self.q_starts, self.extend_lens)
         chosen = self.kernels.extend_attention
         return extend_attention(q, *cache, self.page_table, *lens, **where, implementation=chosen)
+
+    def by_token(self) -> PagedContext:
+        """The same tokens as a decode batch with a row for each: what a token attends to is then computed the same way
+        whether it came alone or with its whole prompt."""
+        tokens = jnp.arange(self.token_rows.shape[0], dtype=jnp.int32)
+        real = self.token_locs > 0
+        return dataclasses.replace(
+            self,
+            token_rows=tokens,
+            page_table=self.page_table[self.token_rows],
+            seq_lens=jnp.where(real, self.positions + 1, 0),
+            q_starts=tokens,
+            extend_lens=jnp.ones_like(tokens),
+            is_decode=True,
+        )
 
     def locations(self, positions: jax.Array) -> jax.Array:
         """Location of `positions` int32 [B, n] of each row -> int32 [B, n]; positions past the table read its end."""

@@ -1,20 +1,25 @@
-"""A model by name: 'checksum', a demo model, or a Hugging Face directory."""
+"""A model by name: 'checksum', a demo model, or a directory of Hugging Face's or Orbax' format."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxoverlap.checkpoint.errors import CheckpointError
 from jaxoverlap.checkpoint.fetch import DEMO_MODELS, fetch
 from jaxoverlap.checkpoint.fields import Fields
-from jaxoverlap.checkpoint.hf import load_parameters
+from jaxoverlap.checkpoint.load import Place, load_parameters, read_parameters
+from jaxoverlap.checkpoint.replace import partial_of
+from jaxoverlap.checkpoint.tree import ParameterTree
 from jaxoverlap.config import EngineConfig
+from jaxoverlap.loading import ServedModel
 from jaxoverlap.models.checksum import ChecksumModel
 from jaxoverlap.models.decoder import IGNORED_TENSORS, Decoder
 from jaxoverlap.models.layers import DecoderConfig
@@ -53,16 +58,26 @@ def load(config: EngineConfig, *, progress: Report | None = None) -> LoadedModel
     if name == "checksum":
         module = ChecksumModel()
         return LoadedModel(name, module, module.config, None, _context_length(config, module.config), {})
+    loaded = load_directory(directory_of(name, progress=progress), config, progress=progress)
+    return loaded if Path(name).is_dir() else dataclasses.replace(loaded, name=name)
+
+
+def directory_of(name: str, *, progress: Report | None = None) -> Path:
+    """The directory of a model that has weights; a demo model is fetched."""
     if Path(name).is_dir():
-        return load_directory(Path(name), config, progress=progress)
+        return Path(name)
     if name in DEMO_MODELS:
-        loaded = load_directory(fetch(name, progress=progress), config, progress=progress)
-        return dataclasses.replace(loaded, name=name)
+        return fetch(name, progress=progress)
+    if (left := partial_of(Path(name))).is_dir():
+        raise CheckpointError(f"{name} is not there: its save was interrupted, and {left} is no whole checkpoint")
     raise ValueError(f"model_path {name!r} is no directory, and not one of: checksum, {', '.join(DEMO_MODELS)}")
 
 
-def load_directory(directory: Path, config: EngineConfig, *, progress: Report | None = None) -> LoadedModel:
-    """config.json and *.safetensors of a directory, and where present tokenizer.json and generation_config.json."""
+def load_directory(
+    directory: Path, config: EngineConfig, *, sharding: Place | None = None, progress: Report | None = None
+) -> LoadedModel:
+    """config.json and weights of a directory, and where present tokenizer.json and generation_config.json.
+    `sharding`: where each parameter goes, see checkpoint/load.py."""
     fields = Fields.read(directory / "config.json")
     model_config = _architecture(fields)(fields, _dtype(config.dtype, fields))
     context_length = _context_length(config, model_config)
@@ -72,8 +87,34 @@ def load_directory(directory: Path, config: EngineConfig, *, progress: Report | 
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     model_config = dataclasses.replace(model_config, eos_token_ids=tuple(sorted(eos)))
-    module = load_parameters(lambda: Decoder(model_config), directory, ignored=IGNORED_TENSORS, progress=progress)
+    module = load_parameters(
+        lambda: Decoder(model_config), directory, ignored=IGNORED_TENSORS, sharding=sharding, progress=progress
+    )
     return LoadedModel(directory.name, module, model_config, tokenizer, context_length, defaults)
+
+
+def parameter_tree(directory: Path) -> ParameterTree:
+    """What the model of a directory's config.json is made of, in float32."""
+    fields = Fields.read(directory / "config.json")
+    config = _architecture(fields)(fields, "float32")
+    return ParameterTree.of(lambda: Decoder(config))
+
+
+def read_weights(
+    model: ServedModel, path: str | os.PathLike[str], *, progress: Report | None = None
+) -> dict[str, np.ndarray]:
+    """Other weights for a loaded model, on the host, by parameter. Raises ValueError for a model without any, and
+    CheckpointError where the directory's config.json describes another model, naming the field."""
+    if not isinstance(model.config, DecoderConfig):
+        raise ValueError(f"model {model.name} has no weights to update")
+    directory = directory_of(os.fspath(path), progress=progress)
+    fields = Fields.read(directory / "config.json")
+    config = _architecture(fields)(fields, model.config.dtype)
+    for field in dataclasses.fields(DecoderConfig):
+        there, served = getattr(config, field.name), getattr(model.config, field.name)
+        if field.name != "eos_token_ids" and there != served:
+            raise CheckpointError(f"{fields.source}: {field.name} is {there}, the served model's is {served}")
+    return read_parameters(lambda: Decoder(config), directory, ignored=IGNORED_TENSORS, progress=progress)
 
 
 def generation_defaults(directory: Path) -> tuple[set[int], dict[str, Any]]:

@@ -62,6 +62,7 @@ def host_engine(
         num_pages=max_total_tokens // config.page_size,
         page_size=config.page_size,
         scripts={rid: dict(enumerate(ids)) for rid, ids in (scripts or {}).items()},
+        max_logprobs=config.max_logprobs,
     )
     model = model_of(tokenizer, context_length, vocab_size=vocab_size)
     return Engine.from_parts(config, model, wrap(runner) if wrap else runner, max_total_tokens)

@@ -166,6 +166,17 @@ def test_generate_with_a_grammar(capsys, on_host, tmp_path):
     assert "neither a JSON object nor a readable file" in capsys.readouterr().err
 
 
+def test_generate_n_and_a_stop_regex(capsys, on_host):
+    argv = ["generate", "--model", "x", "--prompt", "hi", "--n", "2", "--max-new-tokens", "3"]
+    code, out, _ = run(capsys, *argv, "--json", "-")
+    assert code == 0
+    assert [r["output_ids"] for r in json.loads(out)["results"]] == [oracle(list(b"hi"), 3)] * 2
+    assert on_host[0].max_running_requests == 2
+    code, _, err = run(capsys, *argv, "--stop-regex", "a", "--stop-regex", "(")
+    assert code == 2
+    assert "stop_regex '('" in err
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_refused_prompt_is_an_error(capsys, on_host, count):
     argv = ["generate", "--model", "checksum", *["--input-ids", "5,1000"] * count]

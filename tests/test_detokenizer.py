@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxoverlap.core import FinishReason
-from jaxoverlap.detokenizer import REPLACEMENT, Detokenizer, byte_tokens, held_back
+from jaxoverlap.detokenizer import Detokenizer, held_back
+from jaxoverlap.growing_text import REPLACEMENT, byte_tokens
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.tokenizer import Tokenizer
 
@@ -111,6 +113,48 @@ def test_text_ends_at_the_stop_string(no_stop_trim, want):
         assert "".join(pieces) == want
 
 
+@pytest.mark.parametrize(("no_stop_trim", "want"), [(False, "in "), (True, "in 1999!")])
+def test_text_ends_at_the_regex(no_stop_trim, want):
+    ids = list(b"in 1999!")
+    reason = FinishReason("stop", matched=r"\d+!")
+    for cuts in ([], [4], range(1, len(ids))):
+        pieces = deltas(BYTES, ids, cuts, reason, stop_regex=r"\d+!", no_stop_trim=no_stop_trim)
+        assert "".join(pieces) == want
+
+
+def test_text_that_may_begin_a_match_waits():
+    ids = list(b"in 1999, 5!")
+    pieces = deltas(BYTES, ids[:-1], range(1, len(ids)), stop_regex=[r"\d+!", "n q"])
+    assert pieces == ["i", "", "", "n ", "", "", "", "1999,", " ", "", "5"]  # "n " may go on to "n q"
+    pieces = deltas(BYTES, ids[:-1], range(1, len(ids)), stop_regex=r"\d+!", no_stop_trim=True)
+    assert pieces == [*"in 1999, 5", ""]  # nothing that was shown would be cut
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    runs_of(st.sampled_from([*"ab 世".encode(), END])), st.sampled_from(["a+b", "b|ab ", "世+.", "(?s)a.*世", "[^a]b"])
+)
+def test_what_is_shown_of_a_regex_does_not_depend_on_the_pieces(run, pattern):
+    """The ids end where the text first matches, as the scheduler ends them."""
+    ids, cuts = run
+    whole = [bytes(i for i in ids[:n] if i < END).decode(errors="replace") for n in range(len(ids) + 1)]
+    end = next((n for n in range(len(ids) + 1) if re.search(pattern, whole[n])), None)
+    if end is None or END in ids:  # skipped special tokens are text to the scheduler
+        assert "".join(deltas(BYTES, ids, cuts, stop_regex=pattern)) == whole[-1]
+        return
+    reason = FinishReason("stop", matched=pattern)
+    shown = "".join(deltas(BYTES, ids[:end], [c for c in cuts if c < end], reason, stop_regex=pattern))
+    assert shown == whole[end][: re.search(pattern, whole[end]).start()]
+
+
+def test_the_same_text_before_the_stop_is_not_cut_off():
+    """A special token stood between its characters; it was no stop to the scheduler."""
+    ids = [*b"x", END, *b"y xy"]
+    for cuts in ([], range(1, len(ids))):
+        assert "".join(deltas(BYTES, ids, cuts, FinishReason("stop", matched="xy"), stop="xy")) == "xy "
+        assert "".join(deltas(BYTES, ids, cuts, FinishReason("stop", matched="x[y]"), stop_regex="x[y]")) == "xy "
+
+
 def test_text_behind_a_stop_string_in_the_same_token_is_not_shown():
     vocabulary = {"ab": 0, "cdxx": 1}
 
@@ -205,6 +249,22 @@ def test_h6_stop_string(smollm2, stop, no_stop_trim):
     assert final["output_ids"] == golden[:count]
     assert final["meta_info"]["completion_tokens"] == count
     assert final["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+
+@pytest.mark.demo
+@pytest.mark.parametrize("no_stop_trim", [False, True])
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("pattern", [" f.b", "i[a-z]on", r"n\w+\(n", r"\n +if\b"])
+def test_h6_stop_regex(smollm2, pattern, interval, no_stop_trim):
+    golden = fibonacci()
+    whole = smollm2.decode(golden)
+    span = re.search(pattern, whole).span()
+    count = next(n for n in range(1, len(golden)) if re.search(pattern, smollm2.decode(golden[:n])))
+    results, final = scripted(smollm2, golden, interval, stop_regex=["never seen", pattern], no_stop_trim=no_stop_trim)
+    assert final["text"] == whole[: span[no_stop_trim]]
+    assert "".join(texts(results)) == final["text"]
+    assert final["output_ids"] == golden[:count]
+    assert final["meta_info"]["finish_reason"] == {"type": "stop", "matched": pattern}
 
 
 def fibonacci():

@@ -47,6 +47,31 @@ def test_text_in_text_out():
         assert result["meta_info"]["prompt_tokens"] == 2
 
 
+@pytest.mark.parametrize("stops", [{"stop": "x<|end|>"}, {"stop_regex": r"x<\|end\|>"}])
+def test_special_tokens_are_text_to_a_stop(stops):
+    """As in SGLang; where they are skipped in what is shown, nothing is there to cut off."""
+    (matched,) = stops.values()
+    with host_engine(tokenizer=byte_level_tokenizer(), vocab_size=257, scripts={"a": [*b"wx", 256, *b"yz"]}) as engine:
+        shown = engine.generate("hi", params(5, skip_special_tokens=False, **stops), rid="a")
+        assert (shown["text"], shown["output_ids"]) == ("w", [*b"wx", 256])
+        assert shown["meta_info"]["finish_reason"] == {"type": "stop", "matched": matched}
+        skipped = engine.generate("hi", params(5, **stops), rid="a")
+        assert (skipped["text"], skipped["output_ids"]) == ("wx", [*b"wx", 256])
+
+
+def test_sampling_defaults_are_told_but_not_taken():
+    """SGLang's Engine does not read generation_config.json either; its server does."""
+    engine = host_engine()
+    model = engine.model
+    model.sampling_defaults["temperature"] = 0.3
+    engine = Engine.from_parts(engine.config, model, engine.runner, engine.max_total_tokens)
+    assert engine.sampling_defaults == {"temperature": 0.3}
+    engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 1})
+    assert engine.runner.launches[0].requests[0].params.temperature == 1.0
+    engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 1, **engine.sampling_defaults})
+    assert engine.runner.launches[-1].requests[0].params.temperature == 0.3
+
+
 def test_many_requests_keep_their_order(engine):
     prompts = [[i + 3] * (1 + i % 7) for i in range(12)]
     counts = [1 + i % 5 for i in range(12)]
@@ -363,7 +388,7 @@ def test_flush_cache_is_refused_while_requests_run(engine):
 
 
 def test_logprobs(engine):
-    # the NumPy device has none: zeros, but one for each token
+    # which ones: test_logprobs.py
     for r in engine.generate(input_ids=[5], sampling_params=params(4), return_logprob=True, stream=True):
         assert [t for _, t, _ in r["meta_info"]["output_token_logprobs"]] == r["output_ids"]
     assert "output_token_logprobs" not in engine.generate(input_ids=[5], sampling_params=params(4))["meta_info"]

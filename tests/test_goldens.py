@@ -83,3 +83,46 @@ def test_text_and_logprobs(parts):
     assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
     logprobs = [lp for lp, _, _ in result["meta_info"]["output_token_logprobs"]]
     assert logprobs == pytest.approx(case["logprob"], abs=1e-3)
+
+
+def test_logprobs_of_prompts_and_of_the_likeliest(demo_model):
+    """The reference's outputs as part of a prompt: their log-probabilities are then those of input tokens, in chunks.
+    Each is the likeliest, since the reference was greedy."""
+    config = EngineConfig(
+        model_path=str(demo_model),
+        dtype="float32",
+        context_length=160,
+        max_total_tokens=480,
+        max_running_requests=1,
+        chunked_prefill_size=16,
+        max_logprobs=2,
+    )
+    model, runner, total = load(config)
+    engine = Engine.from_parts(config, model, runner, total)
+    some = CASES[:5]
+    results = engine.generate(
+        input_ids=[c["prompt_ids"] + c["output_ids"] for c in some],
+        sampling_params={**GREEDY, "max_new_tokens": 1},
+        return_logprob=True,
+        logprob_start_len=[len(c["prompt_ids"]) - 1 for c in some],
+        top_logprobs_num=2,
+        token_ids_logprob=[c["output_ids"][:1] for c in some],
+    )
+    for case, result in zip(some, results):
+        meta = result["meta_info"]
+        (_, *told), (_, *tops) = meta["input_token_logprobs"], meta["input_top_logprobs"]
+        assert [t for _, t, _ in told] == case["output_ids"]
+        assert [lp for lp, _, _ in told] == pytest.approx(case["logprob"], abs=1e-3)
+        assert [entries[0] for entries in tops] == told
+        margins = [first[0] - second[0] for first, second in tops]
+        assert margins == pytest.approx(case["top2_margin"], abs=1e-3)
+        assert meta["input_token_ids_logprobs"][1] == told[:1]
+    results = engine.generate(
+        input_ids=some[0]["prompt_ids"], sampling_params=GREEDY, return_logprob=True, top_logprobs_num=1
+    )
+    meta = results["meta_info"]
+    assert results["output_ids"] == some[0]["output_ids"]
+    assert [entries[0] for entries in meta["output_top_logprobs"]] == meta["output_token_logprobs"]
+    assert [lp for lp, _, _ in meta["output_token_logprobs"]] == pytest.approx(some[0]["logprob"], abs=1e-3)
+    engine.wait_idle()
+    runner.shutdown()

@@ -88,12 +88,18 @@ def test_memory_is_flat_over_500_requests_with_logprobs():
     """On JAX; the right outcome of H15 for memory."""
     rng = np.random.default_rng(2)
     settings = {"max_running_requests": 8, "context_length": 96, "max_total_tokens": 600, "chunked_prefill_size": 32}
+    settings["max_logprobs"] = 8
     with Engine("checksum", **settings) as e:
 
         def serve(count):
             prompts = [rng.integers(3, 900, rng.integers(1, 64)).tolist() for _ in range(count)]
             params = [{"max_new_tokens": int(rng.integers(1, 20)), "temperature": float(i % 2)} for i in range(count)]
-            e.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
+            asked = {
+                "logprob_start_len": [int(rng.integers(-1, len(p) + 1)) for p in prompts],
+                "top_logprobs_num": rng.integers(0, 9, count).tolist(),
+                "token_ids_logprob": [rng.integers(0, 900, rng.integers(0, 9)).tolist() for _ in range(count)],
+            }
+            e.generate(input_ids=prompts, sampling_params=params, return_logprob=True, **asked)
             gc.collect()
             return resident()
 

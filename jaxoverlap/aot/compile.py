@@ -75,14 +75,19 @@ def plan(model: DecoderConfig, target: Target, *, batch: int, tokens: int = 512,
     num_locs = (pages + 1) * 16
     state = jax.eval_shape(
         lambda: initial_state(
-            abstract.cache_shapes(num_locs), rows=batch + 1, pages=-(-context // 16), poison=False, script_len=0
+            abstract.cache_shapes(num_locs),
+            rows=batch + 1,
+            pages=-(-context // 16),
+            vocab_size=model.vocab_size,
+            poison=False,
+            script_len=0,
         )
     )
     kernels = Kernels.choose("auto", "cuda")
     steps = Steps(graph=graph, tree=tree, page_size=16, num_locs=num_locs, kernels=kernels, poison=False)
     extend = Bucket(tokens, batch, tokens // 16 + batch, False)
     buckets = Buckets((Bucket(batch, batch, batch, True),), (extend,))
-    programs = Programs(steps, buckets, vocab_size=model.vocab_size, masks=True)
+    programs = Programs(steps, buckets, vocab_size=model.vocab_size, cut=True)
     table = {re.sub(r"_\d+$", "", name): program for name, program in programs.table.items()}
     programs.close()
     return Plan(table, weights, state, model.vocab_size)
@@ -91,7 +96,8 @@ def plan(model: DecoderConfig, target: Target, *, batch: int, tokens: int = 512,
 def measure(work: Plan, name: str, device: Any) -> dict[str, Any]:
     """Compiles one program of the plan and reads the compiler's dumps: see `report`."""
     program = work.programs[name]
-    return report(program.call, program.padding(work.weights, work.state, work.vocab_size), program.donate, device)
+    assert program.donate is not None
+    return report(program.call, program.padding(work.weights, work.state), program.donate, device)
 
 
 def report(call: Any, args: tuple[Any, ...], state: int, device: Any) -> dict[str, Any]:

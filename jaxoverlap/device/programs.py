@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -14,9 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxoverlap.device.adjustments import layout as adjustments_layout
+from jaxoverlap.device.adjustments import write_adjustments
 from jaxoverlap.device.buckets import Bucket, Buckets
 from jaxoverlap.device.compile_guard import CompileGuard
-from jaxoverlap.device.packing import PAGES_LAYOUT, Layout, sample_layout, step_layout, verify_layout
+from jaxoverlap.device.layout import Layout
+from jaxoverlap.device.logprobs import block_of, input_layout, input_logprobs, output_layout, output_logprobs
+from jaxoverlap.device.packing import PAGES_LAYOUT, sample_layout, step_layout, verify_layout
 from jaxoverlap.device.state import State
 from jaxoverlap.device.step import Speculator, Steps, write_pages
 from jaxoverlap.kernels.backend import quiet_lowering
@@ -24,37 +27,55 @@ from jaxoverlap.kernels.backend import quiet_lowering
 Progress = Callable[[int, int, str], None]
 
 
+def whole_state(state: State, out: Any) -> State:
+    """Of a program that gives (state, results) back."""
+    return out[0]
+
+
+def untouched(state: State, out: Any) -> State:
+    return state
+
+
+def replaces(name: str) -> Callable[[State, Any], State]:
+    """Of a program that takes and gives back one field of the state."""
+    return lambda state, out: dataclasses.replace(state, **{name: out})
+
+
+def weights_and_state(weights: Any, state: State) -> tuple[Any, ...]:
+    return weights, state
+
+
 @dataclass(slots=True)
 class Program:
-    """One jitted step function; `donate` is the place of the state among its arguments. Warm-up puts the compiled
-    program into `call`: unlike a jitted function, it is not compiled anew when the process changes JAX's settings or
-    imports a module that adds one."""
+    """One jitted function. It is called with what `arguments(weights, state)` gives (on padding: those of a step are
+    the caller's) and a packed array; of these number `donate` is given up, None: none. `put(state, results)` is the
+    state after the call.
+
+    Warm-up puts the compiled program into `call`: unlike a jitted function, it is not compiled anew when the process
+    changes JAX's settings or imports a module that adds one."""
 
     name: str
     step: Callable[..., Any]
     layout: Layout
-    donate: int
+    donate: int | None = 1
+    arguments: Callable[[Any, State], tuple[Any, ...]] = weights_and_state
+    put: Callable[[State, Any], State] = whole_state
     call: Any = field(init=False)
+    out: Any = field(init=False)  # shapes of the results, once lowered
 
     def __post_init__(self) -> None:
         named = functools.wraps(self.step)(lambda *args: self.step(*args))
         named.__name__ = named.__qualname__ = self.name
-        self.call = jax.jit(named, donate_argnums=self.donate)
+        self.call = jax.jit(named, donate_argnums=() if self.donate is None else self.donate)
 
-    def padding(self, weights: Any, state: State, vocab_size: int, poison: bool = False) -> tuple[Any, ...]:
+    def padding(self, weights: Any, state: State) -> tuple[Any, ...]:
         """Arguments that touch nothing but the padding row and page; the state may be one of shapes."""
-        packed, _ = self.layout.empty()
-        if self.name == "write_pages":
-            return state.page_table, packed
-        if self.name.startswith("sample_"):
-            rows = self.layout.shapes["slots"][0]
-            faults = jnp.zeros((rows,), jnp.int32) if poison else None
-            return state, (jnp.zeros((rows, vocab_size), jnp.float32), faults), packed
-        return weights, state, packed
+        return *self.arguments(weights, state), self.layout.empty()[0]
 
 
 class Programs:
-    """Programs by name. `masks`: the cut ones too; with a `speculator` decode programs are verify programs."""
+    """Programs by name. `cut`: the cut ones too, with `max_logprobs` also those that read what these leave behind. With
+    a `speculator` decode programs are verify programs."""
 
     def __init__(
         self,
@@ -63,27 +84,63 @@ class Programs:
         *,
         vocab_size: int,
         script_len: int = 0,
-        masks: bool = False,
+        cut: bool = False,
+        max_logprobs: int = 0,
         speculator: Speculator | None = None,
     ) -> None:
         self.guard = CompileGuard()
-        self._vocab_size = vocab_size
-        self._poison = steps.poison
-        self._masks = masks
-        programs = [Program("write_pages", write_pages, PAGES_LAYOUT, donate=0)]
+        self.table: dict[str, Program] = {}
+        pages = Program(
+            "write_pages", write_pages, PAGES_LAYOUT, 0, lambda _, s: (s.page_table,), replaces("page_table")
+        )
+        entries = adjustments_layout(vocab_size)
+        write = functools.partial(write_adjustments, entries)
+        tables = Program("write_adjustments", write, entries, 0, lambda _, s: (s.tables,), replaces("tables"))
+        for program in (pages, tables):
+            self._add(program)
         whole = (*buckets.decode, *buckets.extend)
         if speculator is not None:
-            programs += [self._verify(steps, bucket, speculator) for bucket in buckets.decode]
             whole = buckets.extend
+            for bucket in buckets.decode:
+                layout = verify_layout(bucket, speculator.num_draft_tokens, vocab_size if cut else None)
+                self._add(Program(f"verify_{bucket.rows}", steps.verify(bucket, layout, speculator), layout))
         for bucket in whole:
             layout = step_layout(bucket, script_len)
-            programs.append(Program(bucket.name, steps.fused(bucket, layout), layout, donate=1))
-            if masks:
-                programs.append(Program(f"forward_{bucket.name}", steps.forward(bucket, layout), layout, donate=1))
-        for bucket in buckets.decode if masks else ():
-            layout = sample_layout(bucket.rows, vocab_size)
-            programs.append(Program(f"sample_{bucket.rows}", steps.sample(layout), layout, donate=0))
-        self.table = {p.name: p for p in programs}
+            self._add(Program(bucket.name, steps.fused(bucket, layout), layout))
+            if not cut:
+                continue
+            forward = Program(f"forward_{bucket.name}", steps.forward(bucket, layout), layout)
+            self._add(forward)
+            self._add_sampling(steps, bucket, forward, vocab_size, max_logprobs)
+
+    def _add(self, program: Program) -> None:
+        self.table.setdefault(program.name, program)
+
+    def _add_sampling(self, steps: Steps, bucket: Bucket, forward: Program, vocab_size: int, max_logprobs: int) -> None:
+        """What follows `forward`: sampling and, with `max_logprobs`, details; named by rows, buckets may share them."""
+
+        def logits(*_: Any) -> jax.Array:
+            return jnp.zeros((bucket.rows, vocab_size), jnp.float32)
+
+        def sampled(_: Any, state: State) -> tuple[Any, ...]:
+            return state, (logits(), jnp.zeros((bucket.rows,), jnp.int32) if steps.poison else None)
+
+        def hidden(weights: Any, _: State) -> tuple[Any, ...]:
+            shape = forward.out[2]
+            return weights, jnp.zeros(shape.shape, shape.dtype)
+
+        layout = sample_layout(bucket.rows, vocab_size)
+        self._add(Program(f"sample_{bucket.rows}", steps.sample(layout), layout, 0, sampled))
+        if not max_logprobs:
+            return
+        layout = output_layout(bucket.rows, max_logprobs)
+        name = f"output_logprobs_{bucket.rows}"
+        self._add(Program(name, output_logprobs(layout), layout, None, lambda *_: (logits(),), untouched))
+        if bucket.is_decode:
+            return
+        layout = input_layout(bucket, max_logprobs)
+        step = input_logprobs(steps.graph, steps.tree, block_of(bucket), layout)
+        self._add(Program(f"input_logprobs_{bucket.tokens}", step, layout, None, hidden, untouched))
 
     def __getitem__(self, name: str) -> Program:
         """Raises RuntimeError after `close`."""
@@ -92,8 +149,10 @@ class Programs:
         return self.table[name]
 
     def call(self, program: Program, *args: Any) -> Any:
+        if type(program.call) is jax.stages.Compiled:  # refuses other shapes: nothing to guard
+            return program.call(*args)
         self.guard.program = program.name
-        with self.guard, contextlib.nullcontext() if self.guard.armed else quiet_lowering():
+        with self.guard, quiet_lowering():
             return program.call(*args)
 
     def warm_up(self, weights: Any, state: State, platform: str, progress: Progress | None) -> State:
@@ -106,7 +165,8 @@ class Programs:
             compiling: dict[Future[Any], Program] = {}
             for program in self.table.values():
                 with quiet_lowering():
-                    lowered = program.call.lower(*program.padding(weights, state, self._vocab_size, self._poison))
+                    lowered = program.call.lower(*program.padding(weights, state))
+                program.out = lowered.out_info
                 compiling[pool.submit(lowered.compile)] = program
             for done, future in enumerate(as_completed(compiling), 1):
                 compiling[future].call = future.result()
@@ -114,7 +174,7 @@ class Programs:
         self.guard.compiles += total
         if not on_cpu:  # loads the programs, and finds out now whether their working memory is there
             for program in self.table.values():
-                state = self._run_on_padding(program, weights, state)
+                state = program.put(state, self.call(program, *program.padding(weights, state)))
             jax.block_until_ready(state)
         self.guard.armed = True
         return state
@@ -122,11 +182,3 @@ class Programs:
     def close(self) -> None:
         self.guard.close()
         self.table = {}
-
-    def _run_on_padding(self, program: Program, weights: Any, state: State) -> State:
-        out = self.call(program, *program.padding(weights, state, self._vocab_size, self._poison))
-        return dataclasses.replace(state, page_table=out) if program.name == "write_pages" else out[0]
-
-    def _verify(self, steps: Steps, bucket: Bucket, speculator: Speculator) -> Program:
-        layout = verify_layout(bucket, speculator.num_draft_tokens, self._vocab_size if self._masks else None)
-        return Program(f"verify_{bucket.rows}", steps.verify(bucket, layout, speculator), layout, donate=1)

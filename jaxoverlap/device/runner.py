@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ from flax import nnx
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Launch, Sample, StepResult
+from jaxoverlap.device.adjustments import needs_adjustments, pack_adjustments
 from jaxoverlap.device.buckets import Bucket, Buckets
+from jaxoverlap.device.logprobs import DetailsHandle, launch_details
 from jaxoverlap.device.packing import (
     PAGE_WRITES,
     next_packed,
@@ -22,6 +24,7 @@ from jaxoverlap.device.packing import (
     pack_verify,
     unpack_outputs,
 )
+from jaxoverlap.device.parameters import Parameters
 from jaxoverlap.device.programs import Program, Programs, Progress
 from jaxoverlap.device.state import Script, initial_state
 from jaxoverlap.device.step import FAULT_NONE, FAULT_UNWRITTEN, Logits, Outputs, Speculator, Steps
@@ -32,17 +35,20 @@ from jaxoverlap.models.paged import Model
 class Handle:
     """A step on its way; opaque to callers."""
 
-    __slots__ = ("bucket", "launch", "logits", "outputs")
+    __slots__ = ("bucket", "details", "launch", "logits", "outputs")
 
     def __init__(self, launch: Launch, bucket: Bucket) -> None:
         self.launch = launch
         self.bucket = bucket
         self.outputs: Outputs | None = None
         self.logits: Logits | None = None  # until sampled
+        self.details: DetailsHandle | None = None
 
-    def send_back(self, outputs: Outputs) -> None:
-        self.outputs = outputs
-        outputs.fetched.copy_to_host_async()
+    def arrays(self) -> list[jax.Array]:
+        """What has been launched, as far as it goes back to the host; of a launch not sampled yet its logits."""
+        assert self.outputs is not None or self.logits is not None
+        first = self.logits[0] if self.outputs is None else self.outputs.fetched  # type: ignore[index]
+        return [first] if self.details is None else [first, *self.details.arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +64,10 @@ class JaxRunner:
     """core.Runner on one JAX device, for one rank.
 
     `model` is an nnx module with its weights on the device. `max_total_tokens` is the KV pool, a multiple of the page
-    size, beside which one page for padding is kept. `masks`: also warm up the cut programs that launches with
-    `delay_sample` or a mask need; without it such a launch is refused. `script`: forced outputs, see Script. With a
-    `speculator` decode launches are verify steps. `buckets`: other shapes than `config` gives.
+    size, beside which one page for padding is kept. `cut`: also warm up the cut programs that launches with
+    `delay_sample` or a mask need; without it such a launch is refused. `config.max_logprobs` brings them too, and those
+    that give details. `script`: forced outputs, see Script. With a `speculator` decode launches are verify
+    steps. `buckets`: other shapes than `config` gives.
 
     All calls come from one thread. Launches run in order; a failed step leaves the runner unusable. Raises ValueError
     for lengths that do not fit, naming them.
@@ -73,7 +80,7 @@ class JaxRunner:
         *,
         max_total_tokens: int,
         context_length: int,
-        masks: bool = False,
+        cut: bool = False,
         script: Script | None = None,
         speculator: Speculator | None = None,
         buckets: Buckets | None = None,
@@ -84,7 +91,14 @@ class JaxRunner:
         self.num_pages = max_total_tokens // config.page_size
         self._rows = config.max_running_requests + 1
         self._table_pages = -(-(context_length + 2 * config.verify_reserve) // config.page_size)
-        self._masks, self._script, self._poison = masks, script, config.poison_future_map
+        self._page_limits = np.array([[self._rows], [self._table_pages], [self.num_pages + 1]], np.uint32)
+        self._vocab_size = vocab_size = model.config.vocab_size
+        self._eos_token_ids = tuple(model.config.eos_token_ids)
+        self.max_logprobs = config.max_logprobs
+        if self.max_logprobs > vocab_size:
+            raise ValueError(f"max_logprobs {self.max_logprobs} is above the vocabulary of {vocab_size} ids")
+        self._cut = cut or self.max_logprobs > 0
+        self._script, self._poison = script, config.poison_future_map
         self._speculator = speculator
         self._resident: _Resident | None = None
         num_locs = (self.num_pages + 1) * config.page_size
@@ -96,27 +110,30 @@ class JaxRunner:
             shapes,
             rows=self._rows,
             pages=self._table_pages,
+            vocab_size=vocab_size,
             poison=self._poison,
             script_len=script.length if script else 0,
         )
         self._platform = next(iter(self._state.page_table.devices())).platform
         graph, params = nnx.split(model)
-        leaves, tree = jax.tree.flatten(params)
-        self._weights = tuple(leaves)
+        self._parameters = Parameters(model)
+        self._weights = self._parameters.leaves()
         steps = Steps(
             graph=graph,
-            tree=tree,
+            tree=jax.tree.structure(params),
             page_size=config.page_size,
             num_locs=num_locs,
             kernels=Kernels.choose(config.kernels, self._platform),
             poison=self._poison,
+            deterministic=config.deterministic,
         )
         self._programs = Programs(
             steps,
             self.buckets,
-            vocab_size=model.config.vocab_size,
+            vocab_size=vocab_size,
             script_len=script.length if script else 0,
-            masks=masks,
+            cut=self._cut,
+            max_logprobs=self.max_logprobs,
             speculator=speculator,
         )
 
@@ -143,26 +160,33 @@ class JaxRunner:
         (launch,) = launches
         bucket = self._bucket(launch)
         _check_range(launch, "slot", launch.slots, self._rows)
+        with_details = launch.output_details or launch.input_spans is not None
+        if with_details and not self.max_logprobs:
+            raise ValueError(f"launch {launch.number} wants details of log-probabilities, but max_logprobs is 0")
         if self._speculator is not None and bucket.is_decode:
             return [self._verify(launch, bucket)]
-        cut = launch.delay_sample or launch.mask is not None
-        if cut and not self._masks:
-            raise ValueError(f"launch {launch.number} needs the cut programs: make the runner with masks=True")
+        cut = launch.delay_sample or launch.mask is not None or with_details
+        if cut and not self._cut:
+            raise ValueError(f"launch {launch.number} needs the cut programs: make the runner with cut=True")
         program = self._programs[f"forward_{bucket.name}" if cut else bucket.name]
         page_writes = self._write_pages_ahead(launch, bucket.writes)
+        self._write_adjustments(launch)
         packed = pack_step(program.layout, launch, page_writes, self._script)
         handle = Handle(launch, bucket)
         if not cut:
             sent = self._resident_or(program, packed)
             self._state, outputs = self._call(program, self._weights, self._state, sent)
-            handle.send_back(outputs)
+            self._send_back(handle, outputs)
             if outputs.again is not None:
                 expected = next_packed(program.layout, program.layout.fields(packed), np)
                 self._resident = _Resident(program, expected, outputs.again)
             return [handle]
-        self._state, handle.logits = self._call(program, self._weights, self._state, packed)
+        self._state, handle.logits, hidden = self._call(program, self._weights, self._state, packed)
+        logits, _ = handle.logits
         if not launch.delay_sample:
             self._sample(handle, launch.mask)
+        if with_details:
+            handle.details = launch_details(self._programs, self._call, self._weights, launch, bucket, logits, hidden)
         return [handle]
 
     def sample(self, samples: list[Sample]) -> None:
@@ -186,10 +210,11 @@ class JaxRunner:
             return StepResult(tokens, accepted, lens, bonus, logprobs)
         if more:
             _raise_faults(launch, more[0])
-        return StepResult(tokens, logprobs=logprobs)
+        details = (None, None) if handle.details is None else handle.details.fetch(rows, _fetch)
+        return StepResult(tokens, logprobs=logprobs, output_details=details[0], input_details=details[1])
 
     def is_ready(self, handle: Handle) -> bool:
-        return handle.outputs is not None and handle.outputs.fetched.is_ready()  # type: ignore[attr-defined]
+        return handle.outputs is not None and all(x.is_ready() for x in handle.arrays())  # type: ignore[attr-defined]
 
     def is_forward_ready(self, handle: Handle) -> bool:
         """Of a launch with `delay_sample` that waits for its sampling: whether the device has nothing left to do."""
@@ -197,7 +222,21 @@ class JaxRunner:
 
     def block(self, handle: Handle) -> None:
         """Returns once what has been launched for `handle` (the forward alone, before `sample`) is done; any thread."""
-        jax.block_until_ready(handle.logits if handle.outputs is None else handle.outputs)
+        jax.block_until_ready(handle.arrays())
+
+    def check_weights(self, new: Mapping[str, Any]) -> None:
+        """Raises ValueError naming the first of the parameters, by dotted path, that `update_weights` would refuse."""
+        self._parameters.check(new)
+
+    def update_weights(self, new: dict[str, Any]) -> None:
+        """Other weights, copied to where the former are, for the launches to come; no program is compiled anew. `new`
+        is emptied on the way, so that one parameter at a time is there twice. Raises ValueError as `check_weights`
+        does, before anything changes; after any other error the runner is unusable."""
+        self._parameters.check(new)
+        jax.block_until_ready(self._state)
+        self._weights = ()  # so that nothing keeps the former ones
+        self._parameters.replace(new)
+        self._weights = self._parameters.leaves()
 
     def shutdown(self) -> None:
         """Waits for the device, then lets go of weights, state and programs. Twice is once."""
@@ -205,18 +244,26 @@ class JaxRunner:
         jax.block_until_ready([leaf for leaf in leaves if not leaf.is_deleted()])  # deleted: a step failed
         self._programs.close()
         self._weights = ()
+        self._parameters = None  # type: ignore[assignment]
         self._resident = None
         self._state = None  # type: ignore[assignment]
 
     def _verify(self, launch: Launch, bucket: Bucket) -> Handle:
-        if launch.mask is not None and not self._masks:
-            raise ValueError(f"launch {launch.number} has a mask: make the runner with masks=True")
+        if launch.mask is not None and not self._cut:
+            raise ValueError(f"launch {launch.number} has a mask: make the runner with cut=True")
+        if launch.output_details:
+            raise ValueError(f"launch {launch.number} wants details of log-probabilities, but verify steps give none")
         program = self._programs[f"verify_{bucket.rows}"]
         packed = pack_verify(program.layout, launch, self._write_pages_ahead(launch, bucket.writes))
         handle = Handle(launch, bucket)
         self._state, outputs = self._call(program, self._weights, self._state, packed)
-        handle.send_back(outputs)
+        self._send_back(handle, outputs)
         return handle
+
+    def _send_back(self, handle: Handle, outputs: Outputs) -> None:
+        handle.outputs = outputs
+        if self._platform != "cpu":  # there `wait` reads the array where it lies
+            outputs.fetched.copy_to_host_async()
 
     def _resident_or(self, program: Program, packed: np.ndarray) -> np.ndarray | jax.Array:
         """What is on the device already, where it equals `packed`: then nothing goes up."""
@@ -239,16 +286,28 @@ class JaxRunner:
         """Sends the page writes that the step's array has no room for; gives the rest."""
         page_writes = launch.page_writes
         if page_writes.size:
-            _check_range(launch, "page_writes: slot", page_writes[0], self._rows)
-            _check_range(launch, "page_writes: index", page_writes[1], self._table_pages)
-            _check_range(launch, "page_writes: page", page_writes[2], self.num_pages + 1)
+            if (page_writes.view(np.uint32) >= self._page_limits).any():
+                for name, values, (limit,) in zip(("slot", "index", "page"), page_writes, self._page_limits.tolist()):
+                    _check_range(launch, f"page_writes: {name}", values, limit)
             if self._poison:
                 _check_distinct(launch)
         while page_writes.shape[1] > room:
             now, page_writes = page_writes[:, :PAGE_WRITES], page_writes[:, PAGE_WRITES:]
-            table = self._call(self._programs["write_pages"], self._state.page_table, pack_pages(now))
-            self._state = dataclasses.replace(self._state, page_table=table)
+            self._write("write_pages", pack_pages(now))
         return page_writes
+
+    def _write_adjustments(self, launch: Launch) -> None:
+        for slot, request in zip(launch.slots.tolist(), launch.requests[: launch.num_prefill]):
+            if needs_adjustments(request.params):
+                layout = self._programs["write_adjustments"].layout
+                for packed in pack_adjustments(layout, slot, request, self._vocab_size, self._eos_token_ids):
+                    self._write("write_adjustments", packed)
+
+    def _write(self, name: str, packed: np.ndarray) -> None:
+        """Calls a program that changes a field of the state."""
+        program = self._programs[name]
+        out = self._call(program, *program.arguments(self._weights, self._state), packed)
+        self._state = program.put(self._state, out)
 
     def _sample(self, handle: Handle, mask: np.ndarray | None) -> None:
         if handle.logits is None:
@@ -257,7 +316,7 @@ class JaxRunner:
         program = self._programs[f"sample_{handle.bucket.rows}"]
         packed = pack_sample(program.layout, handle.launch, mask)
         self._state, outputs = self._call(program, self._state, logits, packed)
-        handle.send_back(outputs)
+        self._send_back(handle, outputs)
 
 
 def _fetch(array: jax.Array) -> np.ndarray:

@@ -15,17 +15,20 @@ import numpy as np
 from jax import lax
 
 from jaxoverlap.core import Request
+from jaxoverlap.device.adjustments import Tables, needs_adjustments
 from jaxoverlap.kernels.future_map import POISON
-from jaxoverlap.kernels.sample import RowParams
+from jaxoverlap.kernels.sample import Adjustments, RowParams
 
-# Columns of `State.params`; the floats' and the seed's bits are stored as int32.
-TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED, PROMPT_LEN = range(6)
-PARAM_COLUMNS = 6
+# Columns of `State.params`; the floats' and the seed's bits are stored as int32. NEEDED: the row has adjustments;
+# COUNT_FROM: the position from which on its sampled tokens count as outputs.
+FLOATS = TEMPERATURE, TOP_P, MIN_P, FREQUENCY, PRESENCE, REPETITION = range(6)
+TOP_K, SEED, PROMPT_LEN, NEEDED, MIN_NEW, COUNT_FROM = range(len(FLOATS), 12)
+PARAM_COLUMNS = 12
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["cache", "output_tokens", "new_seq_lens", "page_table", "params", "script"],
+    data_fields=["cache", "output_tokens", "new_seq_lens", "page_table", "params", "tables", "script"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class State:
     new_seq_lens: jax.Array  # int32 [rows]
     page_table: jax.Array  # int32 [rows, pages]
     params: jax.Array  # int32 [rows, PARAM_COLUMNS]
+    tables: Tables  # of rows with adjustments
     script: jax.Array | None  # int32 [rows, N], see Script
 
 
@@ -51,7 +55,13 @@ class Script:
 
 
 def initial_state(
-    cache_shapes: Sequence[jax.ShapeDtypeStruct], *, rows: int, pages: int, poison: bool, script_len: int
+    cache_shapes: Sequence[jax.ShapeDtypeStruct],
+    *,
+    rows: int,
+    pages: int,
+    vocab_size: int,
+    poison: bool,
+    script_len: int,
 ) -> State:
     start = POISON if poison else 0
     return State(
@@ -60,6 +70,7 @@ def initial_state(
         new_seq_lens=jnp.full((rows,), start, jnp.int32),
         page_table=jnp.zeros((rows, pages), jnp.int32),
         params=jnp.zeros((rows, PARAM_COLUMNS), jnp.int32),
+        tables=Tables.empty(rows, vocab_size),
         script=jnp.full((rows, script_len), -1, jnp.int32) if script_len else None,
     )
 
@@ -68,15 +79,45 @@ def params_row(request: Request) -> np.ndarray:
     """int32 [PARAM_COLUMNS] of a request."""
     p = request.params
     out = np.empty(PARAM_COLUMNS, np.int32)
-    out[TEMPERATURE : MIN_P + 1] = np.array((p.temperature, p.top_p, p.min_p), np.float32).view(np.int32)
+    floats = p.temperature, p.top_p, p.min_p, p.frequency_penalty, p.presence_penalty, p.repetition_penalty
+    out[: len(FLOATS)] = np.array(floats, np.float32).view(np.int32)
     out[TOP_K] = min(p.top_k, np.iinfo(np.int32).max)
     out[SEED] = np.uint32(request.seed).view(np.int32)
     out[PROMPT_LEN] = request.prompt_len
+    out[NEEDED] = needs_adjustments(p)
+    out[MIN_NEW] = p.min_new_tokens
+    out[COUNT_FROM] = request.prompt_len + request.output_len
     return out
 
 
 def row_params(columns: jax.Array) -> RowParams:
     """From rows of `State.params`, int32 [B, PARAM_COLUMNS]."""
-    floats = lax.bitcast_convert_type(columns[:, TEMPERATURE : MIN_P + 1], jnp.float32)
+    floats = _floats(columns)
     seed = lax.bitcast_convert_type(columns[:, SEED], jnp.uint32)
     return RowParams(floats[:, TEMPERATURE], floats[:, TOP_P], floats[:, MIN_P], columns[:, TOP_K], seed)
+
+
+def row_adjustments(tables: Tables, slots: jax.Array, columns: jax.Array, positions: jax.Array) -> Adjustments:
+    """For the tokens at `positions` int32 [B] of `slots`, whose rows of `State.params` are `columns`."""
+    floats = _floats(columns)
+    return Adjustments(
+        slots=slots,
+        needed=columns[:, NEEDED] == 1,
+        frequency=floats[:, FREQUENCY],
+        presence=floats[:, PRESENCE],
+        repetition=floats[:, REPETITION],
+        below_min=positions - columns[:, PROMPT_LEN] < columns[:, MIN_NEW],
+        counts=tables.counts,
+        bias=tables.bias,
+        stops=tables.stops,
+    )
+
+
+def counted(columns: jax.Array, positions: jax.Array) -> jax.Array:
+    """bool [B]: the token sampled for the position is an output that adjustments must know, not the sample of a chunk
+    in the middle of a prompt."""
+    return (columns[:, NEEDED] == 1) & (positions >= columns[:, COUNT_FROM])
+
+
+def _floats(columns: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(columns[:, : len(FLOATS)], jnp.float32)

@@ -17,8 +17,9 @@ from flax import nnx
 from jax import lax
 
 from jaxoverlap.device.buckets import Bucket
-from jaxoverlap.device.packing import PAGES_LAYOUT, Layout, next_packed
-from jaxoverlap.device.state import PROMPT_LEN, State, row_params
+from jaxoverlap.device.layout import Layout
+from jaxoverlap.device.packing import PAGES_LAYOUT, next_packed
+from jaxoverlap.device.state import PROMPT_LEN, State, counted, row_adjustments, row_params
 from jaxoverlap.kernels.backend import Kernels
 from jaxoverlap.kernels.future_map import POISON, gather, scatter, take
 from jaxoverlap.kernels.sample import sample
@@ -73,22 +74,26 @@ class Steps:
     num_locs: int
     kernels: Kernels
     poison: bool
+    deterministic: bool = False
 
     def fused(self, bucket: Bucket, layout: Layout) -> Callable[..., tuple[State, Outputs]]:
         def step(weights: tuple[jax.Array, ...], state: State, packed: jax.Array) -> tuple[State, Outputs]:
             fields = layout.fields(packed)
-            state, logits, faults = self._forward(bucket, weights, state, fields)
+            state, logits, faults, _ = self._forward(bucket, weights, state, fields)
             state, fetched = self._sample(state, logits, faults, fields, None)
-            return state, Outputs(fetched, next_packed(layout, fields, jnp) if bucket.is_decode else None)
+            stays = bucket.is_decode and self.page_size > 1  # else every step takes pages
+            return state, Outputs(fetched, next_packed(layout, fields, jnp) if stays else None)
 
         return step
 
-    def forward(self, bucket: Bucket, layout: Layout) -> Callable[..., tuple[State, Logits]]:
-        """Gives logits f32 [B, V] and the faults, for `sample`."""
+    def forward(self, bucket: Bucket, layout: Layout) -> Callable[..., tuple[State, Logits, jax.Array | None]]:
+        """Gives logits f32 [B, V] and the faults, for `sample`; of an extend step the hidden states [T, D] too."""
 
-        def step(weights: tuple[jax.Array, ...], state: State, packed: jax.Array) -> tuple[State, Logits]:
-            state, logits, faults = self._forward(bucket, weights, state, layout.fields(packed))
-            return state, (logits, faults)
+        def step(
+            weights: tuple[jax.Array, ...], state: State, packed: jax.Array
+        ) -> tuple[State, Logits, jax.Array | None]:
+            state, logits, faults, hidden = self._forward(bucket, weights, state, layout.fields(packed))
+            return state, (logits, faults), None if bucket.is_decode else hidden
 
         return step
 
@@ -135,7 +140,7 @@ class Steps:
 
     def _forward(
         self, bucket: Bucket, weights: tuple[jax.Array, ...], state: State, fields: dict[str, jax.Array]
-    ) -> tuple[State, jax.Array, jax.Array | None]:
+    ) -> tuple[State, jax.Array, jax.Array | None, jax.Array]:
         state = _write_pages(state, fields["page_writes"])
         model = nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
         if not bucket.is_decode:
@@ -146,7 +151,7 @@ class Steps:
         lens = scatter(
             state.new_seq_lens, fields["slots"], fields["seq_lens"], implementation=self.kernels.future_map_scatter
         )
-        return dataclasses.replace(state, cache=tuple(cache), new_seq_lens=lens), logits, faults
+        return dataclasses.replace(state, cache=tuple(cache), new_seq_lens=lens), logits, faults, hidden
 
     def _resolve(
         self, bucket: Bucket, state: State, fields: dict[str, jax.Array]
@@ -165,7 +170,7 @@ class Steps:
         ids = jnp.where(decoding[token_rows], relayed[token_rows], fields["ids"])
         starts = ends - fields["extend_lens"]
         context = self._context(state, fields, token_rows, starts, fields["extend_lens"], is_decode=False)
-        return state, ids, context, faults
+        return state, ids, context.by_token() if self.deterministic else context, faults
 
     def _relayed(
         self, state: State, slots: jax.Array, seq_lens: jax.Array
@@ -221,10 +226,12 @@ class Steps:
         fields: dict[str, jax.Array],
         mask: jax.Array | None,
     ) -> tuple[State, jax.Array]:
-        tokens, logprobs = self._pick(state, logits, fields["slots"], fields["seq_lens"], mask)
-        stashed = scatter(state.output_tokens, fields["slots"], tokens, implementation=self.kernels.future_map_scatter)
+        slots, positions = fields["slots"], fields["seq_lens"]
+        tokens, logprobs = self._pick(state, logits, slots, positions, mask)
+        stashed = scatter(state.output_tokens, slots, tokens, implementation=self.kernels.future_map_scatter)
         fetched = [tokens, _bits(logprobs), *([] if faults is None else [faults])]
-        return dataclasses.replace(state, output_tokens=stashed), jnp.stack(fetched)
+        tables = state.tables.count(slots, tokens, counted(state.params[slots], positions))
+        return dataclasses.replace(state, output_tokens=stashed, tables=tables), jnp.stack(fetched)
 
     def _pick(
         self, state: State, logits: jax.Array, slots: jax.Array, positions: jax.Array, mask: jax.Array | None
@@ -232,8 +239,9 @@ class Steps:
         """The token at `positions` int32 [B] of each row, and its log-probability."""
         columns = state.params[slots]
         forced = None if state.script is None else _scripted(state.script[slots], positions - columns[:, PROMPT_LEN])
+        adjustments = row_adjustments(state.tables, slots, columns, positions)
         chosen = self.kernels.sample
-        return sample(logits, row_params(columns), positions, mask, forced, implementation=chosen)
+        return sample(logits, row_params(columns), positions, mask, forced, adjustments, implementation=chosen)
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -59,7 +59,7 @@ class SlotTable:
         self.stop_ids = np.full((rows, 4), NO_STOP, np.int32)
         self.stream = np.zeros(rows, bool)
         self.stream_interval = np.ones(rows, np.int32)
-        self.by_hand = np.zeros(rows, bool)  # stop strings, grammar or a pending abort: Python looks at each token
+        self.by_hand = np.zeros(rows, bool)  # stops by text, grammar or a pending abort: Python looks at each token
         self._free = deque(range(1, rows))
         self._writes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.version = 0  # moves when a slot is taken, left or looked at by hand
@@ -87,7 +87,8 @@ class SlotTable:
         self._set_stop_ids(slot, request.stop_ids)
         self.stream[slot] = request.stream
         self.stream_interval[slot] = stream_interval
-        self.by_hand[slot] = bool(request.params.stop) or request.grammar is not None or request.to_finish is not None
+        stops_by_text = bool(request.params.stop or request.params.stop_regex)
+        self.by_hand[slot] = stops_by_text or request.grammar is not None or request.to_finish is not None
         request.slot, request.table = slot, self
         self.version += 1
 

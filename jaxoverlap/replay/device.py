@@ -99,7 +99,7 @@ class ReplayDevice:
             config,
             max_total_tokens=self.ranks * self.locations,
             context_length=self.context_length,
-            masks=True,
+            cut=True,
             script=Script(self.script_length, self._forced),
             speculator=ToySpeculator(drafts) if drafts else None,
             buckets=Buckets((decode,), (extend,)),

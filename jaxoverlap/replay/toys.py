@@ -73,6 +73,6 @@ class ToyGrammarBackend:
             grammar.fill_mask(words[i], words.shape[1])
 
 
-def toy_text(ids: np.ndarray) -> str:
+def toy_text(ids: Sequence[int] | np.ndarray) -> str:
     """The text of token t is `<t>`."""
     return "".join(f"<{t}>" for t in ids)

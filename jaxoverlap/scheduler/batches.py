@@ -29,6 +29,7 @@ def keep_rows(batch: Batch, rows: np.ndarray) -> None:
     batch.slots, batch.epochs, batch.seq_lens = batch.slots[rows], batch.epochs[rows], batch.seq_lens[rows]
     batch.has_grammar = batch.has_grammar and any(r.grammar is not None for r in batch.requests)
     batch.return_logprob = batch.return_logprob and any(r.return_logprob for r in batch.requests)
+    batch.output_details = batch.output_details and has_output_details(batch.requests)
 
 
 def drop_finished(table: SlotTable, batch: Batch, exclude: tuple[Request | None, ...] = ()) -> None:
@@ -50,3 +51,8 @@ def merge(batch: Batch, other: Batch) -> None:
     batch.is_prefill_only &= other.is_prefill_only
     batch.has_grammar |= other.has_grammar
     batch.return_logprob |= other.return_logprob
+    batch.output_details |= other.output_details
+
+
+def has_output_details(requests: list[Request]) -> bool:
+    return any(r.details is not None and r.details.of_outputs for r in requests)

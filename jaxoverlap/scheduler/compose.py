@@ -12,6 +12,7 @@ from jaxoverlap.core import Batch, ForwardMode, Launch, Sync
 from jaxoverlap.scheduler import batches
 from jaxoverlap.scheduler.decode import update_running_batch
 from jaxoverlap.scheduler.intake import ABORTED, merge_last
+from jaxoverlap.scheduler.logprobs import input_spans
 from jaxoverlap.scheduler.masks import fill_masks, known_masks
 from jaxoverlap.scheduler.prefill import get_new_batch_prefill
 from jaxoverlap.scheduler.results import finish_without_result
@@ -118,6 +119,8 @@ def snapshot(s: Scheduler, batch: Batch) -> Launch:
         delay_sample=delay_sample,
         chunked=batch.chunked,
         return_logprob=batch.return_logprob,
+        output_details=batch.output_details,
+        input_spans=input_spans(batch),
         is_prefill_only=batch.is_prefill_only,
         is_extend_in_batch=batch.is_extend_in_batch,
         global_num_tokens=batch.global_num_tokens,

@@ -1,4 +1,5 @@
-"""When a request has ended (SGLang's update_finish_state): abort, length, grammar, bad token, stop string, stop id."""
+"""When a request has ended (SGLang's update_finish_state): abort, length, grammar, bad token, stop string,
+stop regex, stop id."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxoverlap.core import FinishReason, Request
+from jaxoverlap.scheduler.stop_text import StopText
 
 if TYPE_CHECKING:
     from jaxoverlap.scheduler.scheduler import Scheduler
@@ -44,8 +46,8 @@ def find_finish(s: Scheduler, r: Request, new_tokens: int) -> Finish | None:
 
 
 def find_stop(s: Scheduler, r: Request, outputs: np.ndarray, start: int) -> Finish | None:
-    """The first stop, or bad token, at or behind index `start`; a stop string comes before a stop id that ends at the
-    same token, as in SGLang."""
+    """The first stop, or bad token, at or behind index `start`; at the same token a stop string comes before a regular
+    expression, and that before a stop id, as in SGLang."""
     new = outputs[start:]
     found: list[Finish] = []
     bad = np.flatnonzero((new < 0) | (new >= s.vocab_size))
@@ -56,6 +58,8 @@ def find_stop(s: Scheduler, r: Request, outputs: np.ndarray, start: int) -> Fini
     ids = np.flatnonzero(np.isin(new, r.stop_ids)) if r.stop_ids else np.empty(0, np.intp)
     if len(ids):
         found.append(Finish(FinishReason("stop", matched=int(new[ids[0]])), start + int(ids[0]) + 1))
+    if r.params.stop_regex:
+        found += find_stop_regex(s, r, outputs[: start + len(new)])
     if r.params.stop:
         found += find_stop_string(s, r, outputs[: start + len(new)], start)
     return min(reversed(found), key=lambda f: f.length, default=None)
@@ -70,6 +74,15 @@ def find_stop_string(s: Scheduler, r: Request, outputs: np.ndarray, start: int) 
             if stop in text:
                 return [Finish(FinishReason("stop", matched=stop), end)]
     return []
+
+
+def find_stop_regex(s: Scheduler, r: Request, outputs: np.ndarray) -> list[Finish]:
+    """One or none."""
+    if r.stop_text is None:
+        assert s.decode is not None, "a request with stop_regex, but no tokenizer"
+        r.stop_text = StopText(r.params.stop_regex or (), s.decode, s.byte_ids)
+    found = r.stop_text.find(outputs)
+    return [] if found is None else [Finish(FinishReason("stop", matched=found[1]), found[0])]
 
 
 def tail_text(s: Scheduler, r: Request, outputs: np.ndarray) -> str:

@@ -31,6 +31,7 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class Pause:
     mode: str
+    flush: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,10 @@ def process_input_requests(s: Scheduler) -> Turn:
                 accept(s, request)
             case Abort(rid, abort_all, exact):
                 abort(s, rid, abort_all, exact)
-            case Pause(mode):
+            case Pause(mode, flush_prefixes):
                 yield from pause(s, mode)
+                if flush_prefixes:
+                    s.kv.flush()
             case Resume():
                 resume(s)
             case Flush():

@@ -53,7 +53,7 @@ def get_new_batch_prefill(s: Scheduler) -> Batch | None:
         if running.is_full and not (preempts and adder.preempt_for(request)):
             break
         ids = request.context_ids()
-        s.kv.match(request, ids[: len(ids) - 1])
+        s.kv.match(request, ids[: request.max_prefix_len(len(ids))])
         request.extend_len = len(ids) - request.prefix_len
         before = len(adder.chosen)
         state = adder.add(request)
@@ -106,6 +106,7 @@ def prefill_batch(s: Scheduler, chosen: list[Request]) -> Batch:
         chunked=s.chunked,
         has_grammar=any(r.grammar is not None for r in chosen),
         return_logprob=any(r.return_logprob for r in chosen),
+        output_details=batches.has_output_details(chosen),
         is_prefill_only=all(r.max_new_tokens == 0 for r in chosen),
     )
 

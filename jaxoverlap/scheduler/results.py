@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxoverlap.core import FinishReason, ForwardMode, Launch, Output, Request, StepResult, Turn, Wait
 from jaxoverlap.scheduler.finish import Finish, find_finish
+from jaxoverlap.scheduler.logprobs import add_input_details, add_output_details
 from jaxoverlap.scheduler.stream import stream_output
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def process_decode(s: Scheduler, launch: Launch, result: StepResult) -> None:
     """One token for each row that is still there; Python looks only at those that may end with it."""
     table, requests = s.slots, launch.requests
     rows, tokens, logprobs = table.rows(launch.slots, launch.epochs), result.tokens, result.logprobs
+    if launch.output_details:
+        add_output_details(launch, result, np.flatnonzero(rows.live).tolist())
     if not rows.all_live:
         live = np.flatnonzero(rows.live)
         drop_rows(s, launch, live)
@@ -77,6 +80,7 @@ def process_decode(s: Scheduler, launch: Launch, result: StepResult) -> None:
 def process_extend(s: Scheduler, launch: Launch, result: StepResult) -> np.ndarray:
     """Returns the rows that may be told: all but those in the middle of their prompt."""
     live, told = is_live(s, launch), []
+    add_input_details(launch, result)
     for i, r in enumerate(launch.requests):
         if not live[i]:
             r.middle_chunks = max(r.middle_chunks - 1, 0)
@@ -95,6 +99,9 @@ def commit_extend_row(s: Scheduler, launch: Launch, i: int, token: int, result: 
     r, slot = launch.requests[i], launch.slots[i : i + 1]
     logprobs = None if result.logprobs is None else result.logprobs[i : i + 1]
     s.slots.append(slot, np.array([token], np.int32), logprobs)
+    add_output_details(launch, result, [i])
+    if r.details is not None:
+        r.details.prompt_done = True
     s.counters.output_tokens += 1
     s.row("committed", r, [token])
     check_finish(s, r, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,8 +66,9 @@ class Scheduler:
     """One rank's scheduler. `submit`, `abort`, `pause`, `resume` and `flush_cache` may be called from any thread; they
     take effect at the start of the next turn. Everything else belongs to the thread that turns the loop.
 
-    `decode` turns token ids into text (stop strings need it); `grammar_backend` compiles grammars (without one, a
-    request with a grammar must not be submitted).
+    `decode` turns token ids into text, special tokens too (stop strings and regular expressions need it); `byte_ids`
+    are those of growing_text.byte_tokens; `grammar_backend` compiles grammars (without one, a request with a grammar
+    must not be submitted).
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class Scheduler:
         max_total_tokens: int,
         context_length: int,
         vocab_size: int,
-        decode: Callable[[np.ndarray], str] | None = None,
+        decode: Callable[[Sequence[int] | np.ndarray], str] | None = None,
+        byte_ids: Collection[int] = (),
         grammar_backend: GrammarBackend | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -91,6 +93,7 @@ class Scheduler:
                 f"with page_size {config.page_size}"
             )
         self.decode = decode
+        self.byte_ids = byte_ids
         self.observer = observer
         self.watch: Watch | None = None
         self.is_speculative = config.speculative_num_draft_tokens > 0
@@ -130,11 +133,14 @@ class Scheduler:
         ids are no error."""
         self.inbox.append(Abort(rid, abort_all, exact))
 
-    def pause(self, mode: str) -> None:
-        """`mode` is SGLang's: "in_place", "retract" or "abort" (which flushes the loop; the caller aborts)."""
+    def pause(self, mode: str, *, flush: bool = False) -> None:
+        """`mode` is SGLang's: "in_place", "retract" or "abort" (which flushes the loop; the caller aborts). `flush`,
+        with "retract": the prefix tree, which nobody uses then, is emptied, whoever waits."""
         if mode not in ("in_place", "retract", "abort"):
             raise ValueError(f"pause mode must be in_place, retract or abort, not {mode!r}")
-        self.inbox.append(Pause(mode))
+        if flush and mode != "retract":
+            raise ValueError(f"flush goes with pause mode retract, not {mode}")
+        self.inbox.append(Pause(mode, flush))
 
     def resume(self) -> None:
         self.inbox.append(Resume())

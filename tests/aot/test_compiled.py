@@ -66,7 +66,7 @@ def test_a_step_that_is_not_donated_is_caught():
     h200 = device("h200")
     work = plan(small("qwen3-0.6b"), TARGETS["h200"], batch=4)
     program = work.programs["decode"]
-    args = program.padding(work.weights, work.state, work.vocab_size)
+    args = program.padding(work.weights, work.state)
     told = report(jax.jit(program.step), args, program.donate, h200)
     assert told["alias_bytes"] == 0
     assert told["state_copies"] >= 2  # keys and values

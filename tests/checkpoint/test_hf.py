@@ -11,8 +11,8 @@ from helpers_models import TINY_CONFIG, make_hf_dir, tiny_weights
 from safetensors.numpy import load_file, save_file
 
 from jaxoverlap.checkpoint.errors import CheckpointError
-from jaxoverlap.checkpoint.hf import check_cover
 from jaxoverlap.checkpoint.parts import Part, fused
+from jaxoverlap.checkpoint.tree import check_cover
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.models import registry
 

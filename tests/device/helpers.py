@@ -17,14 +17,14 @@ CONTEXT = 96
 NO_WRITES = np.zeros((3, 0), np.int32)
 
 
-def make_runner(model=None, *, total=384, context=CONTEXT, masks=False, script=None, **config):
+def make_runner(model=None, *, total=384, context=CONTEXT, cut=False, script=None, **config):
     settings = {"model_path": "checksum", "max_running_requests": 4, "chunked_prefill_size": 32, **config}
     return JaxRunner(
         model or ChecksumModel(),
         EngineConfig(**settings),
         max_total_tokens=total,
         context_length=context,
-        masks=masks,
+        cut=cut,
         script=script,
     )
 

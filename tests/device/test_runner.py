@@ -20,7 +20,7 @@ ORACLE = ChecksumConfig().oracle
 
 @pytest.fixture(scope="module")
 def runner():
-    runner = make_runner(masks=True, poison_future_map=True)
+    runner = make_runner(cut=True, poison_future_map=True)
     runner.warm_up()
     yield runner
     runner.shutdown()
@@ -352,7 +352,7 @@ def test_life_of_a_runner():
     runner = make_runner(max_running_requests=1)
     d = Driver(runner)
     d.start(1, make_request([1]))
-    with pytest.raises(ValueError, match="needs the cut programs: make the runner with masks=True"):
+    with pytest.raises(ValueError, match="needs the cut programs: make the runner with cut=True"):
         d.launch([(1, 1)], delay_sample=True)
     runner.shutdown()
     runner.shutdown()

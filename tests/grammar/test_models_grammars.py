@@ -53,7 +53,7 @@ def smollm2(demo_model):
     model = registry.load(config)
     one_shape_each = Buckets((Bucket(16, 16, 16, True),), (Bucket(128, 16, 144, False),))
     lengths = {"max_total_tokens": 2560, "context_length": 160}
-    runner = JaxRunner(model.module, config, masks=True, buckets=one_shape_each, **lengths)
+    runner = JaxRunner(model.module, config, cut=True, buckets=one_shape_each, **lengths)
     runner.warm_up()
     backend = load_grammar_backend(config, model)
     yield config, model, runner, 2560, backend

@@ -50,12 +50,10 @@ def test_end_of_sequence_ids_of_every_file_count(tmp_path):
 
 
 def test_sampling_defaults(tmp_path):
-    given = {"temperature": 0.6, "top_p": 0.9, "top_k": 0, "do_sample": True, "max_length": 20}
-    assert load(make_hf_dir(tmp_path, generation=given)).sampling_defaults == {
-        "temperature": 0.6,
-        "top_p": 0.9,
-        "top_k": -1,
-    }
+    """The five that SGLang's server takes from the file (ModelConfig.get_default_sampling_params)."""
+    taken = {"temperature": 0.6, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
+    given = {**taken, "top_k": 0, "do_sample": True, "max_length": 20, "typical_p": 0.5}
+    assert load(make_hf_dir(tmp_path, generation=given)).sampling_defaults == {**taken, "top_k": -1}
     with pytest.raises(CheckpointError, match=r"generation_config.json: top_k must be an int, not 'all'"):
         load(make_hf_dir(tmp_path, generation={"top_k": "all"}))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxoverlap.core import ForwardMode, Launch, Sample, StepResult
+from jaxoverlap.logprobs import LogprobTable
 
 MODULUS = 1_000_003
 
@@ -23,6 +24,16 @@ def checksum(ids):
 
 def next_token(ids):
     return 10 + checksum(ids) % 900
+
+
+def logprob(context, token):
+    """Log-probability of `token` behind `context` on this device: no distribution, but any wrong place shows. Exact in
+    float32."""
+    return -(checksum([*context, token]) % 4096) / 16
+
+
+def top_ids(context, k):
+    return [(next_token(context) + j) % 1000 for j in range(k)]
 
 
 def oracle(prompt, n, stops=(), script=None):
@@ -39,6 +50,7 @@ def oracle(prompt, n, stops=(), script=None):
 class Handle:
     launch: Launch
     contexts: list | None = None
+    inputs: LogprobTable | None = None
     result: StepResult | None = None
 
 
@@ -52,6 +64,7 @@ class HostRunner:
     page_size: int = 1
     scripts: dict = field(default_factory=dict)
     drafts: int = 0
+    max_logprobs: int = 0
 
     def __post_init__(self):
         self.cache = np.full((self.num_pages + 1) * self.page_size, -1, np.int64)
@@ -74,8 +87,10 @@ class HostRunner:
             handle.result = self.verify(x)
         else:
             handle.contexts = self.forward(x)
+            if x.input_spans is not None:
+                handle.inputs = self.input_details(x)
             if not x.delay_sample:
-                handle.result = self.pick(x, handle.contexts, x.mask)
+                handle.result = self.pick(x, handle.contexts, x.mask, handle.inputs)
         return [handle][0]
 
     def loc(self, slot, position):
@@ -115,12 +130,39 @@ class HostRunner:
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         return int(allowed[0])
 
-    def pick(self, x, contexts, mask):
+    def table(self, requests, contexts, following=None):
+        """A row for each context; `requests` say which ids are chosen."""
+        k, n = self.max_logprobs, len(contexts)
+        assert k > 0, "details were asked for, and max_logprobs is 0"
+        ids = np.array([top_ids(c, k) for c in contexts], np.int32)
+        chosen = np.zeros((n, k), np.float32)
+        for row, r, c in zip(chosen, requests, contexts):
+            wanted = r.details.token_ids if r.details is not None else ()
+            row[: len(wanted)] = [logprob(c, t) for t in wanted]
+        top = np.array([[logprob(c, t) for t in row] for c, row in zip(contexts, ids)], np.float32)
+        behind = None if following is None else np.array([logprob(*pair) for pair in following], np.float32)
+        return LogprobTable(top, ids, chosen, behind)
+
+    def input_details(self, x):
+        requests, contexts, following = [], [], []
+        for i, (first, end) in enumerate(x.input_spans):
+            for place in range(x.prefix_lens[i] + first, x.prefix_lens[i] + end):
+                requests.append(x.requests[i])
+                contexts.append(self.read(x.slots[i], place + 1))
+                following.append((contexts[-1], int(x.requests[i].prompt_ids[place + 1])))
+        return self.table(requests, contexts, following)
+
+    def pick(self, x, contexts, mask, inputs=None):
         tokens = [
             self.token(r, c, None if mask is None else mask[i, 0]) for i, (r, c) in enumerate(zip(x.requests, contexts))
         ]
         self.relay[x.slots] = tokens
-        return StepResult(np.array(tokens, np.int32))
+        return StepResult(
+            np.array(tokens, np.int32),
+            logprobs=np.array([logprob(c, t) for c, t in zip(contexts, tokens)], np.float32),
+            output_details=self.table(x.requests, contexts) if x.output_details else None,
+            input_details=inputs,
+        )
 
     def verify(self, x):
         n = len(x.requests)
@@ -142,7 +184,7 @@ class HostRunner:
     def sample(self, samples):
         for x in samples:
             assert isinstance(x, Sample)
-            x.handle.result = self.pick(x.launch, x.handle.contexts, x.mask)
+            x.handle.result = self.pick(x.launch, x.handle.contexts, x.mask, x.handle.inputs)
 
     def wait(self, handle):
         assert handle.result is not None, "waited for a launch that was never sampled"

@@ -3,6 +3,7 @@
 A scripted device commits given tokens in runs of given lengths, as accepted runs of speculation do.
 """
 
+import re
 from itertools import accumulate, product
 
 import numpy as np
@@ -50,7 +51,7 @@ class Scripted:
         return handle
 
 
-def run(scripts, cuts, overlap, text=None, prompts=None, caps=None, stop=None, **config):
+def run(scripts, cuts, overlap, text=None, prompts=None, caps=None, stop=None, stop_regex=None, **config):
     """Each request's (finish type, matched, tokens shown)."""
     h = Harness(
         disable_overlap_schedule=not overlap,
@@ -65,7 +66,7 @@ def run(scripts, cuts, overlap, text=None, prompts=None, caps=None, stop=None, *
         h.scheduler.decode = text
     for i, rid in enumerate(scripts):
         prompt = (prompts or {}).get(rid, [100 + i, 101, 102])
-        h.submit(rid, prompt, (caps or {}).get(rid, 10), stop=stop)
+        h.submit(rid, prompt, (caps or {}).get(rid, 10), stop=stop, stop_regex=stop_regex)
     h.run()
     for rid in scripts:
         assert h.streamed[rid] == h.outputs(rid)
@@ -89,8 +90,8 @@ def compositions(n):
 CASES = [(name, cut) for name, tokens in RUNS.items() for cut in compositions(len(tokens))]
 
 
-def finish_h5(tokens, cut, overlap, order):
-    got = run({"a": BEFORE + tokens}, {"a": [7, *cut]}, overlap, stop=f"<{STOP}>", finish_order=order)["a"]
+def finish_h5(tokens, cut, overlap, order, kind):
+    got = run({"a": BEFORE + tokens}, {"a": [7, *cut]}, overlap, finish_order=order, **{kind: f"<{STOP}>"})["a"]
     return got[0], len(got[2]), got[2]
 
 
@@ -98,23 +99,28 @@ def first_stop(tokens):
     return next((len(BEFORE) + i + 1 for i, t in enumerate(tokens) if t in (EOS, STOP)), 99)
 
 
+KINDS = pytest.mark.parametrize("stops", ["stop", "stop_regex"])
+
+
+@KINDS
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("name", "cut"), CASES)
-def test_h5_stop_first_is_the_same_for_every_cut(name, cut, overlap):
+def test_h5_stop_first_is_the_same_for_every_cut(name, cut, overlap, stops):
     want = {"eos x y": ("stop", 9), "x y eos": ("length", 10), "x eos": ("stop", 10), "x stop y": ("stop", 10)}[name]
-    kind, shown, ids = finish_h5(RUNS[name], cut, overlap, "stop-first")
+    kind, shown, ids = finish_h5(RUNS[name], cut, overlap, "stop-first", stops)
     assert (kind, shown) == want
     assert ids == (BEFORE + RUNS[name])[:shown]
 
 
+@KINDS
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("name", "cut"), CASES)
-def test_h5_sglang_calls_a_step_that_reaches_the_cap_length(name, cut, overlap):
+def test_h5_sglang_calls_a_step_that_reaches_the_cap_length(name, cut, overlap, stops):
     """The first step that ends at or past the cap, or holds a stop, decides; nothing behind a stop is shown."""
     stop = first_stop(RUNS[name])
     ends = accumulate(cut, initial=len(BEFORE))
     end = next(n for n in ends if n >= 10 or n >= stop)
-    kind, shown, ids = finish_h5(RUNS[name], cut, overlap, "sglang")
+    kind, shown, ids = finish_h5(RUNS[name], cut, overlap, "sglang", stops)
     assert kind == ("length" if end >= 10 else "stop")
     assert shown == min(10, stop)
     assert ids == (BEFORE + RUNS[name])[:shown]
@@ -142,18 +148,46 @@ def ends_at(stop):
 def test_h6_a_stop_string_ends_the_request_at_the_token_that_completes_it(stop, tokens, length, overlap):
     """Beside it a request without that text runs on, and one whose prompt takes four chunks comes in."""
     assert ends_at(stop) == tokens
+    check_h6(SCRIPT[:tokens], length, overlap, stop=stop)
+
+
+REGEXES = [
+    r"f[a-z]b",
+    r"(?i)FIBON",
+    r"n\w*ci\(n",
+    r"\bif\b",
+    r"return\s+\S",
+    r"\d+:",
+    r"[^a-z0-9 <>]",
+    r"i.*\)",
+    r"^d",
+    "ef$",
+]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("length", range(1, DRAFTS + 1))
+@pytest.mark.parametrize("pattern", REGEXES)
+def test_h6_a_regex_ends_the_request_at_the_token_that_completes_it(pattern, length, overlap):
+    search = re.compile(pattern).search
+    tokens = next(n for n in range(1, len(SCRIPT) + 1) if search(piece_text(SCRIPT[:n])))
+    check_h6(SCRIPT[:tokens], length, overlap, stop_regex=pattern)
+
+
+def check_h6(want, length, overlap, **stops):
+    """`want`: the tokens that the request with the script's text shows."""
     plain = [600 + i for i in range(20)]
     got = run(
         {"a": SCRIPT, "b": plain, "long": plain[:6]},
         {"a": [length] * 20, "b": [1 + length % 3] * 20, "long": [length] * 20},
         overlap,
         text=piece_text,
-        stop=stop,
         prompts={"long": list(range(700, 730))},
         caps={"a": 40, "b": 20, "long": 6},
         chunked_prefill_size=8,
+        **stops,
     )
-    assert got["a"] == ("stop", stop, SCRIPT[:tokens])
+    assert got["a"] == ("stop", *stops.values(), want)
     assert got["b"] == ("length", None, plain)
     assert got["long"] == ("length", None, plain[:6])
 
@@ -169,6 +203,47 @@ def test_a_stop_id_before_a_stop_string_in_one_run_wins(overlap):
     script = [301, EOS, 302, 303, 304]
     got = run({"a": script}, {"a": [4]}, overlap, text=piece_text, stop="onacci", caps={"a": 40})
     assert got["a"] == ("stop", EOS, script[:2])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "regexes", "matched"),
+    [
+        ("acci", ["a.ci"], "acci"),
+        (None, ["zzz", "a.ci", "acc"], "a.ci"),
+        ("):", ["a.ci"], "a.ci"),
+        ("acci", ["f.b"], "f.b"),
+    ],
+)
+def test_at_one_token_a_string_comes_before_a_regex_and_regexes_in_the_order_given(stop, regexes, matched, overlap):
+    got = run({"a": SCRIPT}, {"a": [8, 8]}, overlap, text=piece_text, stop=stop, stop_regex=regexes, caps={"a": 40})
+    assert got["a"][:2] == ("stop", matched)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_regex_comes_before_a_stop_id_at_the_same_token(overlap):
+    got = run({"a": [301, EOS, 302]}, {"a": [3]}, overlap, text=piece_text, stop_regex=f"<{EOS}>")
+    assert got["a"] == ("stop", f"<{EOS}>", [301, EOS])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_regex_is_found_after_a_retraction(overlap):
+    """The text read before it is not read again."""
+    h = Harness(
+        max_total_tokens=80,
+        init_new_token_ratio=0.05,
+        retract_decode_steps=2,
+        disable_overlap_schedule=not overlap,
+        scripts={f"r{i}": dict(enumerate(range(300, 330))) for i in range(4)},
+    )
+    for i in range(4):
+        prompt = list(range(100 + 10 * i, 108 + 10 * i))
+        h.submit(f"r{i}", prompt, max_new_tokens=24, ignore_eos=True, stop_regex=r"<303>.*<32[01]>")
+    h.run()
+    assert h.scheduler.counters.retracted > 0
+    for rid, r in h.requests.items():
+        assert h.outputs(rid) == list(range(300, 321)), rid
+        assert r.finish_reason.matched == r"<303>.*<32[01]>"
 
 
 # the order of checks, one token a step
