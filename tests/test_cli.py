@@ -148,6 +148,24 @@ def test_generate_chat_and_several_prompts(capsys, on_host):
     assert out.startswith("--- 0\n")
 
 
+def test_generate_with_a_grammar(capsys, on_host, tmp_path):
+    """Programs for grammars are compiled only where one is asked for; a schema is a file or the text itself."""
+    path, schema = tmp_path / "schema.json", '{"type": "boolean"}'
+    path.write_text(schema)
+    for flags, backend in (
+        ([], "none"),
+        (["--json-schema", str(path)], "llguidance"),
+        (["--regex", "a"], "llguidance"),
+    ):
+        run(capsys, *GENERATE, *flags)
+        assert on_host[-1].grammar_backend == backend
+    for given in (str(path), schema):
+        assert generate.sampling_params(parse(*GENERATE, "--json-schema", given)).json_schema == schema
+    with pytest.raises(SystemExit):
+        parse(*GENERATE, "--json-schema", str(tmp_path / "none.json"))
+    assert "neither a JSON object nor a readable file" in capsys.readouterr().err
+
+
 def test_generate_n_and_a_stop_regex(capsys, on_host):
     argv = ["generate", "--model", "x", "--prompt", "hi", "--n", "2", "--max-new-tokens", "3"]
     code, out, _ = run(capsys, *argv, "--json", "-")

@@ -22,6 +22,12 @@ from jaxoverlap.sampling_params import SamplingParams
         ({"priority_scheduling_preemption_threshold": 3}, ["threshold", "enable_priority_scheduling"]),
         ({"disable_priority_preemption": True}, ["disable_priority_preemption", "enable_priority_scheduling"]),
         ({"random_seed": -1}, ["random_seed", "0"]),
+        ({"grammar_backend": "xgrammar"}, ["grammar_backend", "llguidance, none", "xgrammar"]),
+        ({"grammar_timeout": 0}, ["grammar_timeout", "above 0"]),
+        ({"constrained_json_whitespace_pattern": "x?"}, ["constrained_json_whitespace_pattern", "'x?'"]),
+        ({"constrained_json_whitespace_pattern": "\\s*"}, ["constrained_json_whitespace_pattern"]),
+        ({"constrained_json_whitespace_pattern": "1"}, ["constrained_json_whitespace_pattern"]),
+        ({"delay_sampling": "never"}, ["delay_sampling", "sglang, when-needed"]),
     ],
 )
 def test_refused(settings, parts):
@@ -29,6 +35,11 @@ def test_refused(settings, parts):
         EngineConfig(**settings)
     for part in parts:
         assert part in str(e.value)
+
+
+@pytest.mark.parametrize("pattern", ["", " ?", "[ ]?", "[ \\t\\n\\r]*", "[ \n]{0,4}", "( |\\n)+"])
+def test_patterns_of_white_space(pattern):
+    assert EngineConfig(constrained_json_whitespace_pattern=pattern).grammar_backend == "llguidance"
 
 
 def test_an_unknown_variable_is_named():

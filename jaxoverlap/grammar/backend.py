@@ -19,7 +19,9 @@ from jaxoverlap.tokenizer import Tokenizer
 KEPT = 256  # compiled grammars
 COMPILERS = 2  # threads
 MOST_LINES, LONGEST_LINE = 8, 160  # of an error; it may repeat the whole grammar
-LIMITS = LLParserLimits(verbose_errors=False)  # llguidance's own bounds on the work of a mask: milliseconds
+# llguidance's own bounds on a mask's work are milliseconds; that on building a lexer is a fifth of its default, since a
+# fresh state pays for some of it again, in the turn of its first mask.
+LIMITS = LLParserLimits(initial_lexer_fuel=200_000, verbose_errors=False)
 
 
 class LLGrammar:

@@ -35,10 +35,8 @@ def find_finish(s: Scheduler, r: Request, new_tokens: int) -> Finish | None:
     n, cap = len(outputs), r.max_new_tokens
     before_cap = n < cap or (n == cap and s.config.finish_order == "stop-first")
     if r.to_finish is None and before_cap and r.grammar is not None and r.grammar.is_terminated():
-        last = int(outputs[-1])
-        return Finish(
-            FinishReason("stop", matched=last if last in r.stop_ids else None), n
-        )  # matched ids are not shown
+        last = int(outputs[-1])  # as matched id it would not be shown
+        return Finish(FinishReason("stop", matched=last if last in r.stop_ids else None), n)
     stop = find_stop(s, r, outputs[:cap], n - new_tokens)
     if r.to_finish is not None:
         return Finish(r.to_finish, min(n, cap), r.stop_len if stop is None else stop.length)

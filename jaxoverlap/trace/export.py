@@ -102,7 +102,7 @@ def _write_png(path: Path, traces: Mapping[str, Trace], windows: Mapping[str, tu
     axes[-1].set_xlabel("milliseconds")
     labels = {"idle": "device idle", DELAYED_SAMPLING: "device idle: delayed sampling"}
     patches = [Patch(color=COLOURS[k], label=labels.get(k, k)) for k in COLOURS if k in kinds]
-    figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False, fontsize=9)
+    figure.legend(handles=patches, loc="outside upper center", ncols=min(len(patches), 8), frameon=False, fontsize=9)
     figure.savefig(path)
 
 

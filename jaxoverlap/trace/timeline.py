@@ -26,13 +26,14 @@ LABEL = 8  # columns of a lane's name
 def window(trace: Trace, steps: int = 5) -> tuple[float, float]:
     """Begin and end of `steps` decode steps in the middle of the trace (all of it, if it has fewer), with the host
     work before them."""
-    decodes = [s for s in trace.device if s.mode == "DECODE"] or trace.device
+    steps_only = [s for s in trace.device if s.kind != "sample"]
+    decodes = [s for s in steps_only if s.mode == "DECODE"] or steps_only
     if not decodes:
         return trace.begin, trace.end
     first = max(0, (len(decodes) - steps) // 2)
     chosen = decodes[first : first + steps]
     begin = min((s.begin for s in trace.host if s.turn == chosen[0].turn), default=chosen[0].begin)
-    return begin, chosen[-1].end
+    return begin, max(s.end for s in trace.device if s.launch == chosen[-1].launch)
 
 
 def lanes(trace: Trace, begin: float, end: float, width: int = 100) -> list[str]:

@@ -79,6 +79,22 @@ def test_offline(capsys, tiny):
     assert x["ratio"] == pytest.approx(x["step_ms"]["p50"] / x["hand_written_ms"]["p50"])
 
 
+def test_grammar_share(capsys, tiny):
+    flags = "--batch 2 --turns 8 --grammar-share 0,0.5,1 --skip-warmup --dtype float32"
+    rows = run(capsys, f"offline --model {tiny} {flags}")["offline"]["grammars"]
+    assert [(x["batch"], x["share"], x["constrained"]) for x in rows] == [(2, 0.0, 0), (2, 0.5, 1), (2, 1.0, 2)]
+    for x in rows:
+        assert x["tokens_equal"]
+        normal, overlap, needed = (x["loops"][loop] for loop in ("normal", "overlap", "when-needed"))
+        assert normal["delayed"] == normal["not_delayed"] == overlap["not_delayed"] == 0
+        assert overlap["delayed"] == needed["delayed"] + needed["not_delayed"]
+        assert (overlap["delayed"] > 0) == (x["constrained"] > 0)
+        assert (overlap["mask_ms"] > 0) == (x["constrained"] > 0)
+        for loop in (normal, overlap, needed):
+            assert 0 < loop["step_ms"]["p50"] <= loop["step_ms"]["p90"]
+            assert loop["idle_ms"] >= 0
+
+
 BIASED = {"attention_bias": True, "tie_word_embeddings": False}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
@@ -135,6 +151,8 @@ def test_a_load_that_never_decodes_says_so():
         ("offline --model checksum --max-total-tokens 4000 --context-length 20", "context_length must be at least"),
         ("launch --model checksum --json /no/such/x.json", "--json"),
         ("launch --step-ms 3", "unrecognized arguments"),
+        ("offline --grammar-share 0.5,2", "'0.5,2' must be numbers from 0 to 1"),
+        ("offline --model checksum --grammar-share 1 --skip-warmup", "--grammar-share needs"),
     ],
 )
 def test_mistakes_are_usage_errors(capsys, command, message):

@@ -57,7 +57,7 @@ def backend():
 def runner():
     config = EngineConfig(model_path="checksum", max_running_requests=ROWS, chunked_prefill_size=32)
     module = ChecksumModel(MODEL)
-    runner = JaxRunner(module, config, max_total_tokens=TOTAL, context_length=CONTEXT, masks=True)
+    runner = JaxRunner(module, config, max_total_tokens=TOTAL, context_length=CONTEXT, cut=True)
     runner.warm_up()
     yield runner
     runner.shutdown()

@@ -128,6 +128,19 @@ def test_window_is_in_the_middle_and_holds_the_host_work_before():
     assert window(Trace(), 5) == (0.0, 0.0)
 
 
+def test_window_counts_a_forward_and_its_sampling_as_one_step():
+    trace = normal_trace(9)
+    trace.device = [
+        part
+        for s in trace.device
+        for part in (
+            span("forward", 1e3 * s.begin, 1e3 * s.end - 2, s.turn, s.launch),
+            span("sample", 1e3 * s.end - 1, 1e3 * s.end, s.turn, s.launch),
+        )
+    ]
+    assert window(trace, 3) == pytest.approx((30 * MS, 58 * MS))
+
+
 def test_chrome_trace():
     events = chrome_trace({"normal": normal_trace(2), "overlap": overlap_trace(2)})["traceEvents"]
     names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] in ("process_name", "thread_name")}
