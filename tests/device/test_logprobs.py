@@ -7,11 +7,14 @@ import pytest
 from flax import nnx
 from jax import monitoring
 
+from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Sample
 from jaxoverlap.device import runner as runner_module
 from jaxoverlap.device.compile_guard import COMPILE_EVENT
+from jaxoverlap.device.runner import JaxRunner
 from jaxoverlap.logprobs import LogprobDetails
-from jaxoverlap.models.checksum import ChecksumConfig
+from jaxoverlap.models.checksum import ChecksumConfig, ChecksumModel
+from jaxoverlap.replay.device import ToySpeculator
 
 from .helpers import ConstantModel, Driver, SlowModel, make_request, make_runner
 
@@ -237,3 +240,17 @@ def test_what_is_refused(runner):
         d.start(1, wants([4, 8], **more))
         with pytest.raises(ValueError, match="r wants more logprobs than max_logprobs 4"):
             d.launch([(1, 2)], output_details=True)
+
+
+def test_a_verify_step_gives_none():
+    config = EngineConfig(model_path="checksum", max_running_requests=2, max_logprobs=K, speculative_num_draft_tokens=2)
+    speculating = JaxRunner(
+        ChecksumModel(), config, max_total_tokens=64, context_length=32, speculator=ToySpeculator(2)
+    )
+    d = Driver(speculating)
+    d.start(1, wants([4, 8]))
+    result = d.run([(1, 2)], output_details=True)
+    assert result.output_details.top_ids[0, 0] == result.tokens[0]
+    with pytest.raises(ValueError, match="launch 2 wants details of log-probabilities, but verify steps give none"):
+        d.launch((), [1], output_details=True)
+    speculating.shutdown()
