@@ -1,5 +1,7 @@
 """Details of log-probabilities on the device, against float64 and by order of calls; launches built by hand."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -199,6 +201,16 @@ def test_copies_start_with_the_launch_and_are_read_in_wait(runner, monkeypatch):
     assert (len(copied), fetched) == (3, [])
     d.take(launched)
     assert [id(x) for x in fetched] == [id(x) for x in copied]
+
+
+def test_a_step_is_ready_when_its_details_are(runner):
+    d = Driver(runner)
+    d.start(1, wants([4, 8, 1]))
+    launched = d.launch([(1, 3)], output_details=True)
+    runner.block(launched[1])
+    assert runner.is_ready(launched[1])
+    launched[1].details = SimpleNamespace(arrays=[SimpleNamespace(is_ready=lambda: False)])
+    assert not runner.is_ready(launched[1])
 
 
 def test_the_host_is_ahead_of_a_slow_device():
