@@ -229,13 +229,13 @@ def split(
     many = isinstance(prompt, (list, tuple)) or _is_rows(input_ids)
     if not many:
         details = (logprob_start_len, top_logprobs_num, token_ids_logprob)
-        return [
-            RequestInput(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details)
-        ], False
+        one = RequestInput(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details)
+        return [one], False
     count = len(prompt) if isinstance(prompt, (list, tuple)) else len(input_ids)
     if isinstance(rid, str):
         rid = [f"{rid}_{i}" for i in range(count)]
-    if isinstance(token_ids_logprob, (list, tuple)) and not _is_rows(token_ids_logprob):
+    ids = token_ids_logprob
+    if isinstance(ids, (list, tuple)) and not _is_rows(ids) and not any(x is None for x in ids):
         token_ids_logprob = [token_ids_logprob] * count
     columns = [
         _column(name, value, count)
