@@ -54,7 +54,8 @@ def split(
     count = len(prompt) if isinstance(prompt, (list, tuple)) else len(input_ids)
     if isinstance(rid, str):
         rid = [f"{rid}_{i}" for i in range(count)]
-    if isinstance(token_ids_logprob, (list, tuple)) and not _is_rows(token_ids_logprob):
+    ids = token_ids_logprob
+    if isinstance(ids, (list, tuple)) and not _is_rows(ids) and not any(x is None for x in ids):
         token_ids_logprob = [token_ids_logprob] * count
     columns = [
         _column(name, value, count)

@@ -280,6 +280,11 @@ def test_logprob_arguments_of_list_calls():
     ]
     rows, _ = split_(prompt=["a", "b"], token_ids_logprob=[[7, 8], None])
     assert [r.token_ids_logprob for r in rows] == [[7, 8], None]
+    rows, _ = split_(prompt=["a", "b"], token_ids_logprob=[None, None])
+    assert [r.token_ids_logprob for r in rows] == [None, None]
+    assert len(split_(prompt=["a", "b"], token_ids_logprob=[np.array([4, 5]), None])[0]) == 2
+    rows, _ = split_(prompt=["a", "b"], token_ids_logprob=np.array([4, 5]))
+    assert [r.token_ids_logprob.tolist() for r in rows] == [[4, 5], [4, 5]]
     with pytest.raises(RequestError, match="token_ids_logprob has 1 entries for 2 requests"):
         split_(prompt=["a", "b"], token_ids_logprob=[[7]])
 

@@ -1,5 +1,7 @@
 """Details of log-probabilities on the device, against float64 and by order of calls; launches built by hand."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,14 @@ import pytest
 from flax import nnx
 from jax import monitoring
 
+from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Sample
 from jaxoverlap.device import fetching
 from jaxoverlap.device.compile_guard import COMPILE_EVENT
+from jaxoverlap.device.runner import JaxRunner
 from jaxoverlap.logprobs import LogprobDetails
-from jaxoverlap.models.checksum import ChecksumConfig
+from jaxoverlap.models.checksum import ChecksumConfig, ChecksumModel
+from jaxoverlap.replay.device import ToySpeculator
 
 from .helpers import ConstantModel, Driver, SlowModel, make_request, make_runner
 
@@ -197,6 +202,16 @@ def test_copies_start_with_the_launch_and_are_read_in_wait(runner, monkeypatch):
     assert [id(x) for x in fetched] == [id(x) for x in copied]
 
 
+def test_a_step_is_ready_when_its_details_are(runner):
+    d = Driver(runner)
+    d.start(1, wants([4, 8, 1]))
+    launched = d.launch([(1, 3)], output_details=True)
+    runner.block(launched[1])
+    assert runner.is_ready(launched[1])
+    launched[1].details = SimpleNamespace(arrays=[SimpleNamespace(is_ready=lambda: False)])
+    assert not runner.is_ready(launched[1])
+
+
 def test_the_host_is_ahead_of_a_slow_device():
     """By order: launches return while the step before runs, and a result is taken while the next one runs."""
     turns = 60 if jax.default_backend() == "cpu" else 6000
@@ -236,3 +251,17 @@ def test_what_is_refused(runner):
         d.start(1, wants([4, 8], **more))
         with pytest.raises(ValueError, match="r wants more logprobs than max_logprobs 4"):
             d.launch([(1, 2)], output_details=True)
+
+
+def test_a_verify_step_gives_none():
+    config = EngineConfig(model_path="checksum", max_running_requests=2, max_logprobs=K, speculative_num_draft_tokens=2)
+    speculating = JaxRunner(
+        ChecksumModel(), config, max_total_tokens=64, context_length=32, speculator=ToySpeculator(2)
+    )
+    d = Driver(speculating)
+    d.start(1, wants([4, 8]))
+    result = d.run([(1, 2)], output_details=True)
+    assert result.output_details.top_ids[0, 0] == result.tokens[0]
+    with pytest.raises(ValueError, match="launch 2 wants details of log-probabilities, but verify steps give none"):
+        d.launch((), [1], output_details=True)
+    speculating.shutdown()

@@ -11,7 +11,7 @@ from helpers_engine import check_all_back, oracle
 
 from jaxoverlap import Engine, EngineConfig
 from jaxoverlap.cli import main
-from jaxoverlap.core import ForwardMode, Launch, Request, Sample
+from jaxoverlap.core import ForwardMode, Launch, Request, RequestError, Sample
 from jaxoverlap.device.simulated import SimulatedRunner
 from jaxoverlap.sampling_params import SamplingParams
 
@@ -84,6 +84,8 @@ def test_logprobs_are_zero_and_only_where_asked():
     with engine() as e:
         r = e.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 3}, return_logprob=True)
         assert r["meta_info"]["output_token_logprobs"] == [(0.0, t, None) for t in oracle([5, 6], 3)]
+        with pytest.raises(RequestError, match="top_logprobs_num needs the setting max_logprobs"):
+            e.generate(input_ids=[5, 6], return_logprob=True, top_logprobs_num=1)
 
 
 def test_it_runs_without_jax_and_without_a_model():
@@ -116,6 +118,8 @@ def test_compare_on_it(capsys):
         ({"device": "simulated", "model_path": "smollm2-135m"}, "model_path must be checksum"),
         ({"device": "simulated", "dtype": "float32"}, "dtype means nothing on device simulated"),
         ({"device": "simulated", "poison_future_map": True}, "poison_future_map means nothing"),
+        ({"device": "simulated", "max_logprobs": 1}, "max_logprobs means nothing"),
+        ({"max_logprobs": -1}, "max_logprobs must be at least 0, not -1"),
         ({"device": "tpu"}, "device must be one of auto, simulated"),
     ],
 )
