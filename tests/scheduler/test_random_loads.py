@@ -105,11 +105,11 @@ class RandomLoads(RuleBasedStateMachine):
         for h in self.both:
             h.scheduler.abort(abort_all=True)
 
-    @rule(mode=st.sampled_from(["in_place", "retract", "abort"]))
-    def pause(self, mode):
+    @rule(mode=st.sampled_from(["in_place", "retract", "abort"]), flush=st.booleans())
+    def pause(self, mode, flush):
         self.is_paused = True
         for h in self.both:
-            h.scheduler.pause(mode)
+            h.scheduler.pause(mode, flush=flush and mode == "retract")
 
     @precondition(lambda self: self.is_paused)
     @rule()
