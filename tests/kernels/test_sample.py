@@ -71,11 +71,13 @@ LOGITS[11] = LOGITS[3] = LOGITS.max() - 0.5  # a tie among the likely ones
         {"min_p": 0.1},
         {"temperature": 1.7, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
         {"top_k": 3, "top_p": 0.99},
+        {"temperature": 0.8, "top_p": 0.7, "min_p": 0.15},
+        {"temperature": 3.0, "top_k": 25, "min_p": 0.2},
     ],
     ids=str,
 )
 def test_draws_follow_the_distribution(draw, params):
-    n = 4096
+    n = 4096 if draw.args == ("interpret",) else 20_000
     tokens, logprobs = draw(np.tile(LOGITS, (n, 1)), [{**params, "seed": 5}] * n, np.arange(n))
     expected = distribution(LOGITS, **params)
     counts = np.bincount(tokens, minlength=40)
