@@ -32,5 +32,12 @@ def test_importing_everything_sets_no_flag_and_touches_no_device():
     run(IMPORT_EVERYTHING)
 
 
+def test_orbax_is_imported_by_those_who_need_it():
+    run(
+        "import sys, jaxoverlap.engine, jaxoverlap.models.registry, jaxoverlap.checkpoint.convert, jaxoverlap.weights\n"
+        "assert not {'orbax', 'tensorstore'} & sys.modules.keys()"
+    )
+
+
 def test_the_package_itself_imports_no_jax():
     run("import sys, jaxoverlap; assert 'jax' not in sys.modules")

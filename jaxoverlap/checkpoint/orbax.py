@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import logging
 import shutil
 import threading
 from collections.abc import Mapping
@@ -35,6 +36,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 TRAVELLING = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 LEFT = ("*.safetensors.index.json", "stamp.json")  # these speak of files that do not come along
+logger = logging.getLogger(__name__)
 
 
 def is_orbax(directory: Path) -> bool:
@@ -167,6 +169,7 @@ class Saving:
             with self._replacement, contextlib.closing(self._checkpointer):
                 self._checkpointer.wait_until_finished()
         except BaseException as e:
+            logger.error("the save of %s failed: %s", self._replacement.directory, e)  # `wait` may never be called
             self._failure = e
 
 

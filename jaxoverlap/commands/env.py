@@ -21,7 +21,10 @@ from jaxoverlap.cli import (
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.paths import cache_dir
 
-PACKAGES = ("jaxoverlap", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "safetensors", "tokenizers")
+PACKAGES = (
+    *("jaxoverlap", "jax", "jaxlib", "flax", "numpy", "ml_dtypes"),
+    *("safetensors", "orbax-checkpoint", "tokenizers"),
+)
 
 
 def register(subparsers: Any) -> None:

@@ -254,6 +254,25 @@ def test_a_failing_save_leaves_the_former_checkpoint(tmp_path):
     check_equal(load(directory).module, expected())
 
 
+def test_a_save_that_fails_behind_its_callers_back(tmp_path, caplog):
+    """A full disk, after `save` has returned."""
+
+    class Full:
+        def wait_until_finished(self):
+            raise OSError("No space left on device")
+
+        def close(self):
+            pass
+
+    directory = make_orbax_dir(tmp_path / "model")
+    saving = orbax.Saving(Full(), Replacement(directory), total=1)
+    with pytest.raises(OSError, match="No space left"):
+        saving.wait()
+    assert "model failed: No space left on device" in caplog.text
+    assert sorted(os.listdir(tmp_path)) == ["model", "model-hf"]
+    check_equal(load(directory).module, expected())
+
+
 def test_a_new_checkpoint_takes_all_of_the_former_ones_place(tmp_path):
     directory = make_orbax_dir(tmp_path / "model")
     (directory / "special_tokens_map.json").write_text("{}")
