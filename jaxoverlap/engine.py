@@ -17,7 +17,6 @@ from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import RequestError, Runner
 from jaxoverlap.device.buckets import fit_chunk
 from jaxoverlap.driver import Driver
-from jaxoverlap.intake import Intake, model_byte_ids
 from jaxoverlap.loading import OwnedRunner, ServedModel, load, load_grammar_backend
 from jaxoverlap.loop import EngineError, Loop
 from jaxoverlap.progress import Report
@@ -26,6 +25,7 @@ from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.scheduler.grammar_queue import GrammarBackend
 from jaxoverlap.stream import Stream, raise_refused
+from jaxoverlap.submitter import Submitter, model_byte_ids
 from jaxoverlap.trace.events import Trace
 from jaxoverlap.trace.recorder import Annotator, Recorder
 from jaxoverlap.weights import new_weights, swap
@@ -100,7 +100,7 @@ class Engine:
             grammar_backend=grammar_backend,
         )
         self._loop = Loop(self._scheduler, Driver(runner))
-        self._intake = Intake(config, model, runner, grammar_backend, self._scheduler, self._loop)
+        self._submitter = Submitter(config, model, runner, grammar_backend, self._scheduler, self._loop)
         self._control = threading.RLock()  # one pause, resumption, update or end at a time
         self._owned_runner: OwnedRunner | None = None
         self._owned_backend: LLGuidanceBackend | None = None
@@ -153,7 +153,7 @@ class Engine:
         given, many = split(
             prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details, response_format
         )
-        call = self._intake.open(given, many)
+        call = self._submitter.open(given, many)
         if stream:
             return Stream(self._loop, call)
         try:
@@ -219,7 +219,7 @@ class Engine:
             raise ValueError(f"in_flight must be finish or retract, not {in_flight!r}")
         self._loop.check_alive()
         new = new_weights(weights, self.model, self.runner, progress)
-        with self._control, self._intake.lock:
+        with self._control, self._submitter.lock:
             if in_flight == "finish":
                 self.wait_idle()
                 if self._loop.tickets:

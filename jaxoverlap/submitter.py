@@ -1,4 +1,4 @@
-"""Intake: from the arguments of one call to submitted requests, in the order in which calls come."""
+"""Submitter: from the arguments of one call to submitted requests, in the order in which calls come."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.scheduler.grammar_queue import GrammarBackend
 
 
-class Intake:
+class Submitter:
     """Whoever holds `lock` keeps new requests out; they get their ids and seeds under it."""
 
     def __init__(
