@@ -34,6 +34,7 @@ class Limits:
     eos_token_ids: tuple[int, ...] = ()
     priorities: bool = False  # enable_priority_scheduling
     max_logprobs: int = 0
+    has_logits: bool = True
     no_grammars: str | None = None  # why a request may not have a grammar
 
 
@@ -109,6 +110,8 @@ class RequestFactory:
         if params.grammar_key is not None and self._limits.no_grammars is not None:
             where = "response_format" if schema is not None else f"sampling_params: {params.grammar_key[0]}"
             raise RequestError(f"{where} {self._limits.no_grammars}")
+        for name in () if self._limits.has_logits else params.adjustments:
+            raise RequestError(f"sampling_params: {name} means nothing on a device without logits")
         for name in ("stop_token_ids", "logit_bias"):
             for t in getattr(params, name) or ():
                 if t >= self._limits.vocab_size:

@@ -27,6 +27,13 @@ NOT_ENFORCED: dict[str, Any] = {
     "structural_tag": None,
     "custom_params": None,
 }
+ADJUSTMENTS: dict[str, Any] = {  # fields that change logits, by what leaves them alone
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "logit_bias": None,
+}
 GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf")
 
 
@@ -132,6 +139,11 @@ class SamplingParams:
             if name not in known:
                 raise ValueError(f"unknown sampling parameter {name!r}; known: {', '.join(sorted(known))}")
         return cls(**params)
+
+    @property
+    def adjustments(self) -> list[str]:
+        """Names of the ADJUSTMENTS that are asked for."""
+        return [name for name, off in ADJUSTMENTS.items() if getattr(self, name) != off]
 
     @property
     def grammar_key(self) -> tuple[str, str] | None:

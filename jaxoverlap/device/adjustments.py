@@ -19,7 +19,6 @@ from jaxoverlap.device.layout import Layout
 
 if TYPE_CHECKING:
     from jaxoverlap.core import Request
-    from jaxoverlap.sampling_params import SamplingParams
 
 ENTRIES = 256  # ids of one call of the write_adjustments program
 
@@ -68,16 +67,6 @@ def write_adjustments(layout: Layout, tables: Tables, packed: jax.Array) -> Tabl
         counts=written(tables.counts, f["counts"]),
         bias=written(tables.bias, jax.lax.bitcast_convert_type(f["bias"], jnp.float32)),
         stops=tables.stops.at[slot].set(f["stops"]),
-    )
-
-
-def needs_adjustments(params: SamplingParams) -> bool:
-    return bool(
-        params.frequency_penalty
-        or params.presence_penalty
-        or params.repetition_penalty != 1.0
-        or params.min_new_tokens
-        or params.logit_bias
     )
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Launch, Sample, StepResult
 from jaxoverlap.device import fetching
-from jaxoverlap.device.adjustments import needs_adjustments, pack_adjustments
+from jaxoverlap.device.adjustments import pack_adjustments
 from jaxoverlap.device.buckets import Bucket, Buckets
 from jaxoverlap.device.handle import Handle
 from jaxoverlap.device.launch_checks import check_distinct, check_range, raise_faults
@@ -277,7 +277,7 @@ class JaxRunner:
 
     def _write_adjustments(self, launch: Launch) -> None:
         for slot, request in zip(launch.slots.tolist(), launch.requests[: launch.num_prefill]):
-            if needs_adjustments(request.params):
+            if request.params.adjustments:
                 layout = self._programs["write_adjustments"].layout
                 for packed in pack_adjustments(layout, slot, request, self._vocab_size, self._eos_token_ids):
                     self._write("write_adjustments", packed)

@@ -64,6 +64,8 @@ class SimulatedRunner:
     wrong page, or an array rewritten meanwhile, gives wrong tokens. All calls but `block` come from one thread.
     """
 
+    has_logits = False  # penalties, biases and min_new_tokens would do nothing
+
     def __init__(self, config: EngineConfig, *, max_total_tokens: int, context_length: int) -> None:
         step_ms = DEFAULT_STEP_MS if config.step_ms is None else config.step_ms
         prefill_ms = step_ms if config.prefill_step_ms is None else config.prefill_step_ms

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxoverlap.core import Request
-from jaxoverlap.device.adjustments import Tables, needs_adjustments
+from jaxoverlap.device.adjustments import Tables
 from jaxoverlap.kernels.future_map import POISON
 from jaxoverlap.kernels.sample import Adjustments, RowParams
 
@@ -84,7 +84,7 @@ def params_row(request: Request) -> np.ndarray:
     out[TOP_K] = min(p.top_k, np.iinfo(np.int32).max)
     out[SEED] = np.uint32(request.seed).view(np.int32)
     out[PROMPT_LEN] = request.prompt_len
-    out[NEEDED] = needs_adjustments(p)
+    out[NEEDED] = bool(p.adjustments)
     out[MIN_NEW] = p.min_new_tokens
     out[COUNT_FROM] = request.prompt_len + request.output_len
     return out

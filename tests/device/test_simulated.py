@@ -128,6 +128,12 @@ def test_settings_that_would_do_nothing_are_refused(settings, message):
         EngineConfig(**settings)
 
 
+@pytest.mark.parametrize("params", [{"frequency_penalty": 1.0}, {"logit_bias": {"5": 1.0}}, {"min_new_tokens": 2}])
+def test_what_changes_logits_is_refused_where_there_are_none(params):
+    with engine() as e, pytest.raises(RequestError, match=f"{next(iter(params))} means nothing on a device without"):
+        e.generate(input_ids=[1, 2], sampling_params=params)
+
+
 def test_the_model_that_auto_means():
     assert EngineConfig().model_path == "smollm2-135m"
     assert EngineConfig(device="simulated").model_path == "checksum"
