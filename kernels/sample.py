@@ -32,6 +32,7 @@ class RowParams:
     min_p: jax.Array  # f32
     top_k: jax.Array  # int32, below 1: off
     seed: jax.Array  # uint32
+    logprob: jax.Array  # bool, whether the row's log-probability is wanted
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def sample(
     *,
     implementation: Implementation,
 ) -> tuple[jax.Array, jax.Array]:
-    """One token a row, and its log-probability under the unchanged logits: int32 [B], f32 [B].
+    """One token a row, and its log-probability under the unchanged logits (0 where not wanted): int32 [B], f32 [B].
 
     logits f32 [B, V]; positions int32 [B] of the tokens to come; mask int32 [B, ceil(V / 32)], bit i % 32 of word i //
     32 allows id i; forced int32 [B], the row's token where not negative.
@@ -75,6 +76,7 @@ def sample(
     for name, dtype in (("temperature", "float32"), ("top_p", "float32"), ("min_p", "float32"), ("top_k", "int32")):
         check_shape(name, getattr(params, name), (rows,), dtype)
     check_shape("seed", params.seed, (rows,), jnp.uint32)
+    check_shape("logprob", params.logprob, (rows,), jnp.bool_)
     check_shape("positions", positions, (rows,), jnp.int32)
     if mask is not None:
         check_shape("mask", mask, (rows, -(-vocab // 32)), jnp.int32)

@@ -52,7 +52,7 @@ def sample(
     block = min(_BLOCK, pl.next_power_of_2(vocab))
     out = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.float32)
     has = {"has_mask": mask is not None, "has_forced": forced is not None, "adjusts": adjustments is not None}
-    return pl.pallas_call(
+    tokens, logprobs = pl.pallas_call(
         functools.partial(_kernel, vocab=vocab, block=block, **has),
         out_shape=out,
         grid=(rows,),
@@ -60,6 +60,7 @@ def sample(
         interpret=interpret,
         name="sample",
     )(logits, floats, ints, *optional)
+    return tokens, jnp.where(params.logprob, logprobs, 0.0)
 
 
 def _kernel(

@@ -39,8 +39,14 @@ def sample(
     tokens = jnp.where(greedy, best, drawn)
     if forced is not None:
         tokens = jnp.where(forced >= 0, forced, tokens)
+    wanted = jnp.any(params.logprob)  # the sum over the vocabulary is a few percent of a small model's step on a CPU
+    logprobs = lax.cond(wanted, lambda: _logprobs(logits, tokens), lambda: jnp.zeros(tokens.shape, jnp.float32))
+    return tokens, jnp.where(params.logprob, logprobs, 0.0)
+
+
+def _logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _adjusted(logits: jax.Array, a: Adjustments) -> jax.Array:

@@ -120,7 +120,7 @@ def kernel_times(model: DecoderConfig, batch: int, context: int, turns: int) -> 
     logits = jax.random.normal(jax.random.key(1), (batch, c.vocab_size))
     for name, top_p in (("sample, top_p 1", 1.0), ("sample, top_p 0.9", 0.9)):
         ones, ints = jnp.ones((batch,)), jnp.zeros((batch,), jnp.int32)
-        params = RowParams(ones, ones * top_p, ones * 0, ints, ints.astype(jnp.uint32))
+        params = RowParams(ones, ones * top_p, ones * 0, ints, ints.astype(jnp.uint32), ints == 0)
 
         def pick(positions: jax.Array, logits: jax.Array, params: RowParams = params) -> jax.Array:
             tokens, _ = sample(logits, params, positions, implementation=kernels.sample)

@@ -265,7 +265,7 @@ class JaxRunner:
         """Sends the page writes that the step's array has no room for; gives the rest."""
         page_writes = launch.page_writes
         if page_writes.size:
-            if (page_writes.view(np.uint32) >= self._page_limits).any():
+            if np.count_nonzero(page_writes.view(np.uint32) >= self._page_limits):
                 for name, values, (limit,) in zip(("slot", "index", "page"), page_writes, self._page_limits.tolist()):
                     check_range(launch, f"page_writes: {name}", values, limit)
             if self._poison:

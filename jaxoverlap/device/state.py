@@ -20,10 +20,10 @@ from jaxoverlap.kernels.future_map import POISON
 from jaxoverlap.kernels.sample import Adjustments, RowParams
 
 # Columns of `State.params`; the floats' and the seed's bits are stored as int32. NEEDED: the row has adjustments;
-# COUNT_FROM: the position from which on its sampled tokens count as outputs.
+# COUNT_FROM: the position from which on its sampled tokens count as outputs; LOGPROB: its log-probabilities are wanted.
 FLOATS = TEMPERATURE, TOP_P, MIN_P, FREQUENCY, PRESENCE, REPETITION = range(6)
-TOP_K, SEED, PROMPT_LEN, NEEDED, MIN_NEW, COUNT_FROM = range(len(FLOATS), 12)
-PARAM_COLUMNS = 12
+TOP_K, SEED, PROMPT_LEN, NEEDED, MIN_NEW, COUNT_FROM, LOGPROB = range(len(FLOATS), 13)
+PARAM_COLUMNS = 13
 
 
 @functools.partial(
@@ -87,6 +87,7 @@ def params_row(request: Request) -> np.ndarray:
     out[NEEDED] = bool(p.adjustments)
     out[MIN_NEW] = p.min_new_tokens
     out[COUNT_FROM] = request.prompt_len + request.output_len
+    out[LOGPROB] = request.return_logprob
     return out
 
 
@@ -94,7 +95,14 @@ def row_params(columns: jax.Array) -> RowParams:
     """From rows of `State.params`, int32 [B, PARAM_COLUMNS]."""
     floats = _floats(columns)
     seed = lax.bitcast_convert_type(columns[:, SEED], jnp.uint32)
-    return RowParams(floats[:, TEMPERATURE], floats[:, TOP_P], floats[:, MIN_P], columns[:, TOP_K], seed)
+    return RowParams(
+        temperature=floats[:, TEMPERATURE],
+        top_p=floats[:, TOP_P],
+        min_p=floats[:, MIN_P],
+        top_k=columns[:, TOP_K],
+        seed=seed,
+        logprob=columns[:, LOGPROB] == 1,
+    )
 
 
 def row_adjustments(tables: Tables, slots: jax.Array, columns: jax.Array, positions: jax.Array) -> Adjustments:

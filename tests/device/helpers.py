@@ -31,7 +31,13 @@ def make_runner(model=None, *, total=384, context=CONTEXT, cut=False, script=Non
 
 def make_request(prompt, rid="r", seed=0, **params):
     params.setdefault("temperature", 0.0)
-    return Request(rid=rid, prompt_ids=np.asarray(prompt, np.int32), params=SamplingParams(**params), seed=seed)
+    return Request(
+        rid=rid,
+        prompt_ids=np.asarray(prompt, np.int32),
+        params=SamplingParams(**params),
+        seed=seed,
+        return_logprob=True,
+    )
 
 
 class Driver:

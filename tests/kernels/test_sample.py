@@ -12,7 +12,7 @@ from scipy import stats
 from jaxoverlap.kernels.noise import gumbel, step_key
 from jaxoverlap.kernels.sample import RowParams, sample
 
-OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": -1, "seed": 0}
+OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": -1, "seed": 0, "logprob": True}
 IMPLEMENTATIONS = ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 
 
@@ -30,6 +30,7 @@ def draw_with(implementation, logits, rows, positions, mask=None, forced=None):
     """rows: parameter dicts -> tokens, logprobs."""
     rows = [{**OFF, **r} for r in rows]
     dtypes = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "top_k": np.int32, "seed": np.uint32}
+    dtypes["logprob"] = np.bool_
     params = tuple(np.array([r[name] for r in rows], dtype) for name, dtype in dtypes.items())
     rest = () if mask is None and forced is None else (mask, forced)
     out = jitted(
@@ -90,6 +91,16 @@ def test_draws_follow_the_distribution(draw, params):
     assert stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-3
     # Log-probabilities are the model's own, before temperature and cuts.
     np.testing.assert_allclose(logprobs, np.log(distribution(LOGITS))[tokens], atol=1e-5)
+
+
+def test_log_probabilities_only_where_wanted(draw):
+    rows = [{"logprob": wanted} for wanted in (True, False, True, False)]
+    tokens, logprobs = draw(np.tile(LOGITS, (4, 1)), rows, np.arange(4))
+    expected = np.log(distribution(LOGITS))[tokens] * [1, 0, 1, 0]
+    np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+    again, none = draw(np.tile(LOGITS, (4, 1)), [{"logprob": False}] * 4, np.arange(4))
+    assert again.tolist() == tokens.tolist()
+    assert not none.any()
 
 
 @pytest.mark.parametrize("seed_of_case", range(6))
@@ -203,7 +214,7 @@ def test_noise_is_that_of_jax():
 
 def test_wrong_shapes_are_refused():
     ones = jnp.ones(2)
-    params = RowParams(ones, ones, ones, jnp.ones(2, jnp.int32), jnp.ones(2, jnp.uint32))
+    params = RowParams(ones, ones, ones, jnp.ones(2, jnp.int32), jnp.ones(2, jnp.uint32), ones == 1)
     positions = jnp.ones(2, jnp.int32)
     with pytest.raises(ValueError, match="logits must be float32, not bfloat16"):
         sample(jnp.ones((2, 40), jnp.bfloat16), params, positions, implementation="xla")
@@ -212,7 +223,7 @@ def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match=r"top_k must have shape \[3\]"):
         sample(
             jnp.ones((3, 40)),
-            RowParams(*(jnp.ones(3),) * 3, params.top_k, params.seed),
+            RowParams(*(jnp.ones(3),) * 3, params.top_k, params.seed, params.logprob),
             positions,
             implementation="xla",
         )

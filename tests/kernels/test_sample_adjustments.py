@@ -55,7 +55,7 @@ def reference(logits, a, stops):
 @functools.partial(jax.jit, static_argnames="implementation")
 def chosen(logits, fields, mask, implementation):
     zeros, ones = jnp.zeros(ROWS, jnp.float32), jnp.ones(ROWS, jnp.float32)
-    params = RowParams(zeros, ones, zeros, jnp.full(ROWS, -1, jnp.int32), jnp.zeros(ROWS, jnp.uint32))
+    params = RowParams(zeros, ones, zeros, jnp.full(ROWS, -1, jnp.int32), jnp.zeros(ROWS, jnp.uint32), zeros == 0)
     positions = jnp.zeros(ROWS, jnp.int32)
     return sample(logits, params, positions, mask, None, Adjustments(**fields), implementation=implementation)
 
