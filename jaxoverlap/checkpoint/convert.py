@@ -98,7 +98,7 @@ def _plan(checkpoint: orbax.Checkpoint, tree: ParameterTree) -> list[_Tensor]:
 
     def add(name: str, parameter: str, rows: slice) -> None:
         leaf = checkpoint.shapes[parameter]
-        dtype = DTYPES[checkpoint.tensors[name]] if name in checkpoint.tensors else leaf.dtype
+        dtype = DTYPES.get(checkpoint.tensors.get(name, ""), leaf.dtype)
         count = (rows.stop - rows.start) * int(np.prod(leaf.shape[1:]))
         plan[name] = _Tensor(name, parameter, rows, dtype, count * dtype.itemsize)
 

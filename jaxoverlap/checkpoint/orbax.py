@@ -67,8 +67,8 @@ class Checkpoint:
         layout = Fields.read(weights / "_METADATA")
         driver = "zarr3" if layout.boolean("use_zarr3", False) else "zarr"
         is_ocdbt = layout.boolean("use_ocdbt", False)
-        written = layout.group("custom_metadata")
-        self.tensors: dict[str, str] = {} if written is None else written.values.get("tensors", {})
+        notes = layout.group("custom_metadata") or Fields({}, "")
+        self.tensors: dict[str, str] = (notes.group("tensors") or Fields({}, "")).values
         context, opening = tensorstore.Context(), {}
         for stored in _stored_names(layout):
             kvstore: dict[str, Any] = {"driver": "file", "path": f"{weights}/{'' if is_ocdbt else stored + '/'}"}
