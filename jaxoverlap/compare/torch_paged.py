@@ -73,10 +73,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tens
     return y.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def locations(page_table: Tensor, page_size: int, length: int) -> Tensor:
-    """page_table int64 [R, pages] -> int64 [R, length], where positions 0..length-1 lie."""
+def locations(page_table: Tensor, slots: Tensor, page_size: int, length: int) -> Tensor:
+    """page_table int64 [slots, pages], slots int64 [R] -> int64 [R, length], where positions 0..length-1 lie."""
     places = torch.arange(length, device=page_table.device)
-    return page_table[:, places // page_size] * page_size + places % page_size
+    return page_table[slots[:, None], places // page_size] * page_size + places % page_size
 
 
 class TorchModel(Protocol):

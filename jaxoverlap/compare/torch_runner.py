@@ -212,10 +212,9 @@ class TorchRunner:
             return self._decode(slots, seq_lens, longest)
         assert launch.prefix_lens is not None
         ids, spans = [fields["ids"].long()], []
-        for slot, prefix, end in zip(launch.slots[:prefills], launch.prefix_lens, launch.seq_lens):
-            positions = torch.arange(int(prefix), int(end), device=self._streams.device)[None]
-            table = self._page_table[int(slot)][None]
-            spans.append(Span(positions, locations(table, self._page_size, int(end))))
+        for i, (prefix, end) in enumerate(zip(launch.prefix_lens[:prefills].tolist(), launch.seq_lens.tolist())):
+            positions = torch.arange(prefix, end, device=self._streams.device)[None]
+            spans.append(Span(positions, self._locations(slots[i : i + 1], end)))
         if launch.num_decoding:
             ids.append(self._output_tokens[slots[prefills:]])
             spans.append(self._decode_span(slots[prefills:], seq_lens[prefills:], longest))
@@ -228,7 +227,10 @@ class TorchRunner:
         return self._model.logits(self._model(self._output_tokens[slots], context, self._cache))
 
     def _decode_span(self, slots: Tensor, seq_lens: Tensor, longest: int) -> Span:
-        return Span(seq_lens[:, None] - 1, locations(self._page_table[slots], self._page_size, longest))
+        return Span(seq_lens[:, None] - 1, self._locations(slots, longest))
+
+    def _locations(self, slots: Tensor, length: int) -> Tensor:
+        return locations(self._page_table, slots, self._page_size, length)
 
     def _sample(self, handle: Handle, mask: np.ndarray | None) -> None:
         """`mask` int32 [B, 1, words]; None allows everything."""
