@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -35,6 +35,7 @@ class Limits:
     priorities: bool = False  # enable_priority_scheduling
     max_logprobs: int = 0
     no_grammars: str | None = None  # why a request may not have a grammar
+    check_params: Callable[[SamplingParams], None] | None = None  # raises ValueError for what the runner does not do
 
 
 class RequestFactory:
@@ -99,6 +100,8 @@ class RequestFactory:
             raise RequestError(f"sampling_params must be a dict or SamplingParams, not {type(given).__name__}")
         try:
             params = SamplingParams.from_dict(given) if isinstance(given, dict) else given
+            if self._limits.check_params is not None:
+                self._limits.check_params(params)
         except (TypeError, ValueError, OverflowError) as e:
             raise RequestError(f"sampling_params: {e}") from None
         try:

@@ -20,7 +20,6 @@ from jaxoverlap.compare.torch_sample import RowParams, sample
 from jaxoverlap.compare.torch_streams import CpuStreams, CudaStreams, Download, Streams
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Launch, Request, Sample, StepResult
-from jaxoverlap.device.adjustments import needs_adjustments
 from jaxoverlap.device.buckets import decode_rows
 from jaxoverlap.device.launch_checks import check_range
 from jaxoverlap.device.layout import Layout
@@ -30,6 +29,13 @@ from jaxoverlap.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 FLOATS = TEMPERATURE, TOP_P, MIN_P = range(3)
 INTS = TOP_K, SEED = range(2)
 NOT_DONE = ("deterministic", "max_logprobs", "poison_future_map")  # settings
+NOT_SAMPLED = {  # sampling parameters, and what leaves them off
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "logit_bias": None,
+}
 Force = Callable[[Request, int], int]
 """(request, output index) -> the token that is forced there, -1 for none."""
 
@@ -107,9 +113,10 @@ class TorchRunner:
                 self._graphs.capture(progress)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raises ValueError for what this runner does not enforce."""
-        if needs_adjustments(params):
-            raise ValueError("penalties, min_new_tokens and logit_bias are not enforced in PyTorch")
+        """Raises ValueError naming a parameter that this runner does not enforce."""
+        for name, off in NOT_SAMPLED.items():
+            if (getattr(params, name) or off) != off:
+                raise ValueError(f"{name} is not enforced in PyTorch: leave it at {off!r}")
 
     @torch.inference_mode()
     def launch(self, launches: list[Launch]) -> list[Handle]:
