@@ -70,10 +70,9 @@ class Comparison:
     def first_schedule_difference(self) -> dict[str, Any] | None:
         """None when all runs of a loop asked their runner for the same, in the same order."""
         for loop in LOOPS:
-            names = [name for name in self.names if name.split()[-1] == loop]
-            expected = self.runs[names[0]][0].schedule
-            for name, run in ((name, run) for name in names for run in self.runs[name]):
-                for i, (a, b) in enumerate(itertools.zip_longest(expected, run.schedule)):
+            ours = [(name, run.schedule) for name in self.names if name.split()[-1] == loop for run in self.runs[name]]
+            for name, got in ours:
+                for i, (a, b) in enumerate(itertools.zip_longest(ours[0][1], got)):
                     if a != b:
                         return {"loop": name, "event": i, "expected": a, "got": b}
         return None

@@ -117,7 +117,7 @@ def _table(data: dict[str, Any]) -> Table:
         ("gap between device steps p50 / p90 (ms)", [_pair(x["gap_ms"]) for x in loops]),
         ("host work hidden behind a step", [_share(x["hidden"]) for x in loops]),
         ("device busy", [_share(x["device_busy"]) for x in loops]),
-        ("tokens/s, median (min - max)", [_rate(x["tokens_per_s"]) for x in loops]),
+        *_rates([x["tokens_per_s"] for x in loops]),
         ("time to first token p50 / p90 (ms)", [_pair(x["ttft_ms"]) for x in loops]),
         ("memory above the start of a run (MB)", [_short(x["memory_rise_mb"]) for x in loops]),
         ("launches", [str(x["launches"]) for x in loops]),
@@ -144,5 +144,9 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
 
 
-def _rate(values: dict[str, float]) -> str:
-    return f"{values['median']:.1f} ({values['min']:.1f} - {values['max']:.1f})"
+def _rates(loops: list[dict[str, float]]) -> list[tuple[str, list[str]]]:
+    """One row, or, where many columns leave it no room, two."""
+    ranges = [f"{x['min']:.1f} - {x['max']:.1f}" for x in loops]
+    if len(loops) > 2:
+        return [("tokens/s, median", [f"{x['median']:.1f}" for x in loops]), ("  min - max", ranges)]
+    return [("tokens/s, median (min - max)", [f"{x['median']:.1f} ({r})" for x, r in zip(loops, ranges)])]

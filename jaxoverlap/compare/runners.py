@@ -15,7 +15,7 @@ from jaxoverlap.progress import Report
 
 CHOICES = ("jax", "jax,torch")
 ON_CPU = (
-    "On the CPU PyTorch computes before the launch call returns: its step is host work there, none of it can be hidden, "
+    "On the CPU PyTorch computes before the launch call returns: its step is host work there, nothing can hide it, "
     "and overlap gains nothing."
 )
 
