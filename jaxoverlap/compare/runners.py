@@ -77,4 +77,4 @@ def largest_margin(bases: Mapping[str, Engine], comparison: Comparison, params: 
 
 def notes(engines: Sequence[Engine]) -> list[str]:
     """What a reader must know of the figures."""
-    return [ON_CPU] if any(engine.device_name.startswith("cpu (PyTorch") for engine in engines) else []
+    return [ON_CPU] if any(getattr(engine.runner, "is_synchronous", False) for engine in engines) else []

@@ -80,6 +80,7 @@ class TorchRunner:
             raise ValueError(f"max_total_tokens {max_total_tokens} must be a multiple of page_size {config.page_size}")
         place = torch.device(device)
         self._streams: Streams = CpuStreams() if place.type == "cpu" else CudaStreams(place)
+        self.is_synchronous = place.type == "cpu"  # a launch returns when its step is done
         self._model = model
         self._force = force
         self._page_size = config.page_size

@@ -2,14 +2,18 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 from helpers_models import make_hf_dir
 
 from jaxoverlap import cli
 from jaxoverlap.compare import runners
-from jaxoverlap.compare.measure import Comparison, Run
+from jaxoverlap.compare.measure import Comparison, Run, all_loops, compare
 from jaxoverlap.compare.report import MARGIN, figures, same_tokens, schedule_verdict
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.engine import Engine
+from jaxoverlap.progress import silent
 from jaxoverlap.trace.events import Trace
 
 NAMES = ["jax normal", "jax overlap", "torch normal", "torch overlap"]
@@ -58,7 +62,6 @@ def test_the_margin_is_the_difference_of_the_two_logits(tmp_path):
 
     from jaxoverlap.compare.margins import largest_margin
     from jaxoverlap.compare.torch_model import TorchDecoder
-    from jaxoverlap.config import EngineConfig
     from jaxoverlap.models import registry
 
     module = registry.load(EngineConfig(model_path=str(make_hf_dir(tmp_path / "m")), dtype="float32")).module
@@ -72,6 +75,25 @@ def test_the_margin_is_the_difference_of_the_two_logits(tmp_path):
     comparison.runs["torch"][0].output_ids = [[9]]
     assert largest_margin(comparison, TorchDecoder.sharing(module)) == float("inf")
     assert torch.is_inference_mode_enabled() is False
+
+
+@needs_torch
+@pytest.mark.demo
+@pytest.mark.slow
+def test_the_demo_model_gives_the_reference_tokens_in_all_four(demo_model):
+    cases = json.loads((Path(__file__).parents[1] / "data" / "smollm2_goldens.json").read_text())["cases"][:8]
+    config = EngineConfig(
+        model_path=str(demo_model), dtype="float32", context_length=160, max_total_tokens=1280,
+        max_running_requests=8, chunked_prefill_size=128, grammar_backend="none",
+    )  # fmt: skip
+    with Engine.from_config(config) as jax, runners.torch_engine(jax, silent) as torch:
+        engines = all_loops({"jax": jax, "torch": torch})
+        params = {"temperature": 0.0, "max_new_tokens": 48}
+        comparison = compare(engines, [c["prompt_ids"] for c in cases], params, 1, silent)
+    assert list(comparison.runs) == NAMES
+    for (run,) in comparison.runs.values():
+        assert run.output_ids == [c["output_ids"] for c in cases]
+    assert comparison.first_schedule_difference is None
 
 
 def two(schedules):
