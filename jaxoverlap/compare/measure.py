@@ -68,13 +68,14 @@ class Comparison:
 
     @property
     def first_schedule_difference(self) -> dict[str, Any] | None:
-        """None when all runs of a loop asked their runner for the same, in the same order."""
+        """None when in each repeat of a loop all runners were asked for the same, in the same order."""
         for loop in LOOPS:
-            ours = [(name, run.schedule) for name in self.names if name.split()[-1] == loop for run in self.runs[name]]
-            for name, got in ours:
-                for i, (a, b) in enumerate(itertools.zip_longest(ours[0][1], got)):
-                    if a != b:
-                        return {"loop": name, "event": i, "expected": a, "got": b}
+            names = [name for name in self.names if name.split()[-1] == loop]
+            for name in names[1:]:
+                for repeat, (ours, theirs) in enumerate(zip(self.runs[names[0]], self.runs[name])):
+                    for i, (a, b) in enumerate(itertools.zip_longest(ours.schedule, theirs.schedule)):
+                        if a != b:
+                            return {"loop": name, "repeat": repeat, "event": i, "expected": a, "got": b}
         return None
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxoverlap.compare import against_sglang
-from jaxoverlap.compare.measure import Comparison, Run
+from jaxoverlap.compare.measure import LOOPS, Comparison, Run
 from jaxoverlap.trace.bubbles import CAUSES
 from jaxoverlap.trace.summary import pauses, percentiles, summarize
 from jaxoverlap.trace.timeline import LEGEND, lanes, window
@@ -22,8 +22,8 @@ def figures(comparison: Comparison) -> dict[str, Any]:
     """All that was measured, as plain JSON values: per loop (of each runner) trace/summary.py's figures over all runs,
     "tokens_per_s", "ttft_ms" (time to the first token, which for a request that waits includes the waiting), "gap_ms"
     (from the end of a device step to the begin of the next) and "memory_rise_mb" (the most by which the process's
-    resident memory rose in a run; None where the system does not tell). "schedules_equal": every run of a loop asked
-    its runner for the same."""
+    resident memory rose in a run; None where the system does not tell). "schedules_equal": in each loop all runners were
+    asked for the same."""
     first, first_schedule = comparison.first_difference, comparison.first_schedule_difference
     return {
         "tokens_equal": first is None,
@@ -57,7 +57,8 @@ def show(console: Console, comparison: Comparison, data: dict[str, Any]) -> None
     if "sglang" in data:
         console.print(against_sglang.table(data["sglang"]))
     console.print(verdict(data), style="bold green" if same_tokens(data) else "bold red")
-    console.print(schedule_verdict(data), style="bold green" if data["schedules_equal"] else "bold red")
+    if len(data["loops"]) > len(LOOPS):
+        console.print(schedule_verdict(data), style="bold green" if data["schedules_equal"] else "bold red")
     for note in data.get("notes", ()):
         console.print(note, highlight=False, markup=False)
     width = max(60, min(100, console.width))
@@ -93,11 +94,11 @@ def verdict(data: dict[str, Any]) -> str:
 
 
 def schedule_verdict(data: dict[str, Any]) -> str:
-    """ "schedules equal", or where two runs of a loop part first."""
+    """ "schedules equal", or where those of two runners part first."""
     d = data["first_schedule_difference"]
     if d is None:
-        return "schedules equal: in each loop the same launches and results, in the same order, in every run"
-    return f"schedules differ: {d['loop']}, event {d['event']}: {d['got']}, expected {d['expected']}"
+        return "schedules equal: in each loop all runners had the same launches and results, in the same order"
+    return f"schedules differ: {d['loop']} run {d['repeat'] + 1}, event {d['event']}: {d['got']}, not {d['expected']}"
 
 
 def _table(data: dict[str, Any]) -> Table:

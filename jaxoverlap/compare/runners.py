@@ -29,6 +29,9 @@ def check(names: Sequence[str], config: EngineConfig) -> None:
         raise ValueError("--runner torch needs a model to compute: a simulated device has none")
     if importlib.util.find_spec("torch") is None:
         raise ImportError('--runner torch needs PyTorch: pip install "jaxoverlap[torch]"')
+    from jaxoverlap.compare.torch_runner import check_settings
+
+    check_settings(config)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 

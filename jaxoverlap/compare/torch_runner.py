@@ -73,9 +73,7 @@ class TorchRunner:
         device: str = "cpu",
         force: Force | None = None,
     ) -> None:
-        for name in NOT_DONE:
-            if getattr(config, name):
-                raise ValueError(f"{name} is not enforced in PyTorch: leave it at its default")
+        check_settings(config)
         if max_total_tokens % config.page_size:
             raise ValueError(f"max_total_tokens {max_total_tokens} must be a multiple of page_size {config.page_size}")
         place = torch.device(device)
@@ -250,6 +248,13 @@ class TorchRunner:
         tokens, logprobs = sample(logits, handle.params, fields["seq_lens"], words, forced)
         self._output_tokens[fields["slots"].long()] = tokens
         handle.download = self._streams.download(torch.stack([tokens.int(), logprobs.view(torch.int32)]))
+
+
+def check_settings(config: EngineConfig) -> None:
+    """Raises ValueError naming a setting that TorchRunner does not enforce."""
+    for name in NOT_DONE:
+        if getattr(config, name):
+            raise ValueError(f"{name} is not enforced in PyTorch: leave it at its default")
 
 
 def default_device() -> str:

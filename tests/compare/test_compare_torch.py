@@ -112,7 +112,8 @@ def test_schedules_are_compared_loop_by_loop():
     assert data["first_schedule_difference"]["event"] == 1
     assert "[4]" in schedule_verdict(data)
     data = figures(two({**same, "torch normal": normal[:1]}))
-    assert data["first_schedule_difference"] == {"loop": "torch normal", "event": 1, "expected": result, "got": None}
+    want = {"loop": "torch normal", "repeat": 0, "event": 1, "expected": result, "got": None}
+    assert data["first_schedule_difference"] == want
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,9 @@ def test_tokens_may_differ_by_rounding_alone(equal, margin, want):
 def test_what_cannot_be_compared_is_named(capsys, monkeypatch):
     assert cli.main(["compare", "--device", "simulated", "--runner", "jax,torch"]) == 1
     assert "simulated" in capsys.readouterr().err
+    if importlib.util.find_spec("torch") is not None:
+        assert cli.main(["compare", "--model", "checksum", "--runner", "jax,torch", "--deterministic"]) == 1
+        assert "deterministic" in capsys.readouterr().err
     monkeypatch.setattr(runners.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["compare", "--model", "checksum", "--runner", "jax,torch"]) == 1
     assert 'pip install "jaxoverlap[torch]"' in capsys.readouterr().err
