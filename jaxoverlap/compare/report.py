@@ -22,8 +22,8 @@ def figures(comparison: Comparison) -> dict[str, Any]:
     """All that was measured, as plain JSON values: per loop (of each runner) trace/summary.py's figures over all runs,
     "tokens_per_s", "ttft_ms" (time to the first token, which for a request that waits includes the waiting), "gap_ms"
     (from the end of a device step to the begin of the next) and "memory_rise_mb" (the most by which the process's
-    resident memory rose in a run; None where the system does not tell). "schedules_equal": in each loop all runners were
-    asked for the same."""
+    resident memory rose in a run; None where the system does not tell). "schedules_equal": in each loop all runners
+    were asked for the same."""
     first, first_schedule = comparison.first_difference, comparison.first_schedule_difference
     return {
         "tokens_equal": first is None,

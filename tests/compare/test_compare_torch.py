@@ -127,6 +127,8 @@ def test_tokens_may_differ_by_rounding_alone(equal, margin, want):
 def test_what_cannot_be_compared_is_named(capsys, monkeypatch):
     assert cli.main(["compare", "--device", "simulated", "--runner", "jax,torch"]) == 1
     assert "simulated" in capsys.readouterr().err
+    assert cli.main(["compare", "--model", "checksum", "--runner", "jax,torch", "--schedule-policy", "random"]) == 1
+    assert "random_seed" in capsys.readouterr().err
     if importlib.util.find_spec("torch") is not None:
         assert cli.main(["compare", "--model", "checksum", "--runner", "jax,torch", "--deterministic"]) == 1
         assert "deterministic" in capsys.readouterr().err
