@@ -65,7 +65,8 @@ def test_the_tokens_of_jax_in_both_loops(family, tmp_path):
 
 
 def test_mixed_batches_and_short_pools(tmp_path):
-    jax, theirs = engines(make_hf_dir(tmp_path / "m"), enable_mixed_chunk=True, max_total_tokens=96)
+    tight = {"max_total_tokens": 96, "init_new_token_ratio": 0.1}
+    jax, theirs = engines(make_hf_dir(tmp_path / "m"), enable_mixed_chunk=True, **tight)
     params = {"temperature": 0.0, "max_new_tokens": 30, "ignore_eos": True}
     want = [r["output_ids"] for r in jax.generate(input_ids=PROMPTS, sampling_params=params)]
     for engine in theirs:
