@@ -282,7 +282,8 @@ Turn = Generator["Sync | Launch | Sample | Wait", Any, None]
 
 class Runner(Protocol):
     """A device behind the drivers. `launch` takes one launch per local rank and returns one opaque handle for each,
-    at once; `wait` blocks until that step is done. One that can give details says how many in `max_logprobs`."""
+    at once; `wait` blocks until that step is done. One that can give details says how many in `max_logprobs`, one that
+    does not enforce every SamplingParams refuses the others in `check_params` (ValueError)."""
 
     def launch(self, launches: list[Launch]) -> list[Any]: ...
 

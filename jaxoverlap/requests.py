@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -34,8 +34,8 @@ class Limits:
     eos_token_ids: tuple[int, ...] = ()
     priorities: bool = False  # enable_priority_scheduling
     max_logprobs: int = 0
-    has_logits: bool = True
     no_grammars: str | None = None  # why a request may not have a grammar
+    check_params: Callable[[SamplingParams], None] | None = None  # raises ValueError for what the runner does not do
 
 
 class RequestFactory:
@@ -100,6 +100,8 @@ class RequestFactory:
             raise RequestError(f"sampling_params must be a dict or SamplingParams, not {type(given).__name__}")
         try:
             params = SamplingParams.from_dict(given) if isinstance(given, dict) else given
+            if self._limits.check_params is not None:
+                self._limits.check_params(params)
         except (TypeError, ValueError, OverflowError) as e:
             raise RequestError(f"sampling_params: {e}") from None
         try:
@@ -110,8 +112,6 @@ class RequestFactory:
         if params.grammar_key is not None and self._limits.no_grammars is not None:
             where = "response_format" if schema is not None else f"sampling_params: {params.grammar_key[0]}"
             raise RequestError(f"{where} {self._limits.no_grammars}")
-        for name in () if self._limits.has_logits else params.adjustments:
-            raise RequestError(f"sampling_params: {name} means nothing on a device without logits")
         for name in ("stop_token_ids", "logit_bias"):
             for t in getattr(params, name) or ():
                 if t >= self._limits.vocab_size:

@@ -43,7 +43,7 @@ class Submitter:
             eos_token_ids=tuple(model.config.eos_token_ids),
             priorities=config.enable_priority_scheduling,
             max_logprobs=min(config.max_logprobs, getattr(runner, "max_logprobs", 0)),
-            has_logits=getattr(runner, "has_logits", True),
+            check_params=getattr(runner, "check_params", None),
             no_grammars=None if grammar_backend is not None else _why_no_grammars(config, model),
         )
         self._factory = RequestFactory(limits, self._tokenizer, config.random_seed)

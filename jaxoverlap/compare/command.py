@@ -1,8 +1,10 @@
-"""`jaxoverlap compare`: the normal loop and the overlap loop on the same requests."""
+"""`jaxoverlap compare`: the normal loop and the overlap loop on the same requests, in JAX or side by side with PyTorch
+and SGLang."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from jaxoverlap.cli import (
     read_config,
     write_json,
 )
-from jaxoverlap.compare.measure import LOOPS, Comparison, compare
-from jaxoverlap.compare.report import TIMELINE_STEPS, figures, show
+from jaxoverlap.compare import against_sglang, runners
+from jaxoverlap.compare.measure import Comparison, all_loops, compare
+from jaxoverlap.compare.report import TIMELINE_STEPS, figures, same_tokens, show
 from jaxoverlap.engine import Engine
 from jaxoverlap.progress import bars
 from jaxoverlap.trace.export import check_timeline_path, write_timeline
@@ -55,6 +58,12 @@ def register(subparsers: Any) -> None:
     group.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     group.add_argument("--repeats", type=_positive, default=3, help="measured runs of each loop")
     parser.add_argument(
+        "--runner", choices=runners.CHOICES, default="jax", help="jax,torch: both loops in PyTorch as well"
+    )
+    parser.add_argument(
+        "--against-sglang", action="store_true", help="also SGLang, overlap off and on, where it is installed"
+    )
+    parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="also draw FILE.png, or write FILE.json for Perfetto"
     )
     add_json_flag(parser)
@@ -77,15 +86,27 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--timeline: {e}") from None
     params = {"max_new_tokens": args.max_new_tokens, "ignore_eos": args.ignore_eos, "temperature": args.temperature}
     params |= {"sampling_seed": 0}
-    with bars() as report, Engine.from_config(config, progress=report) as base:
-        prompts = _prompts(base, args, texts, batch)
-        comparison = compare(base, prompts, params, args.repeats, report)
-        device = base.device_name
-    data = {"model": config.model_path, "device": device, **figures(comparison)}
+    names = args.runner.split(",")
+    runners.check(names, config)
+    if args.against_sglang:
+        against_sglang.check(config)
+    with contextlib.ExitStack() as stack:
+        report = stack.enter_context(bars())
+        bases = {"jax": stack.enter_context(Engine.from_config(config, progress=report))}
+        if "torch" in names:
+            bases["torch"] = stack.enter_context(runners.torch_engine(bases["jax"], report))
+        prompts = _prompts(bases["jax"], args, texts, batch)
+        comparison = compare(all_loops(bases), prompts, params, args.repeats, report)
+        device = " / ".join(engine.device_name for engine in bases.values())
+        data = {"model": config.model_path, "device": device, **figures(comparison)}
+        data["notes"] = runners.notes(list(bases.values()))
+        data["largest_margin"] = runners.largest_margin(bases, comparison, params)
+    if args.against_sglang:
+        data["sglang"] = against_sglang.measure(config, comparison, params, args.repeats)
     show(console(args), comparison, data)
     _write_timeline(args.timeline, comparison)
     write_json(args, data)
-    return 0 if data["tokens_equal"] else 1
+    return 0 if same_tokens(data) and data["schedules_equal"] else 1
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -130,8 +151,8 @@ def _prompts(engine: Engine, args: argparse.Namespace, texts: list[str] | None, 
 
 def _write_timeline(path: Path | None, comparison: Comparison) -> None:
     if path is not None:
-        traces = {loop: comparison.runs[loop][-1].trace for loop in LOOPS}
-        write_timeline(path, traces, {loop: window(trace, TIMELINE_STEPS) for loop, trace in traces.items()})
+        traces = {name: runs[-1].trace for name, runs in comparison.runs.items()}
+        write_timeline(path, traces, {name: window(trace, TIMELINE_STEPS) for name, trace in traces.items()})
 
 
 def _positive(text: str) -> int:

@@ -8,35 +8,45 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jaxoverlap.compare import against_sglang
 from jaxoverlap.compare.measure import LOOPS, Comparison, Run
 from jaxoverlap.trace.bubbles import CAUSES
-from jaxoverlap.trace.summary import percentiles, summarize
+from jaxoverlap.trace.summary import pauses, percentiles, summarize
 from jaxoverlap.trace.timeline import LEGEND, lanes, window
 
 TIMELINE_STEPS = 4
+MARGIN = 0.25  # logits: two steps of bfloat16 between 16 and 32
 
 
 def figures(comparison: Comparison) -> dict[str, Any]:
-    """All that was measured, as plain JSON values: per loop trace/summary.py's figures over all runs, "tokens_per_s"
-    and "ttft_ms" (time to the first token, which for a request that waits includes the waiting)."""
-    first = comparison.first_difference
+    """All that was measured, as plain JSON values: per loop (of each runner) trace/summary.py's figures over all runs,
+    "tokens_per_s", "ttft_ms" (time to the first token, which for a request that waits includes the waiting), "gap_ms"
+    (from the end of a device step to the begin of the next) and "memory_rise_mb" (the most by which the process's
+    resident memory rose in a run; None where the system does not tell). "schedules_equal": in each loop all runners
+    were asked for the same."""
+    first, first_schedule = comparison.first_difference, comparison.first_schedule_difference
     return {
         "tokens_equal": first is None,
         "first_difference": first,
+        "schedules_equal": first_schedule is None,
+        "first_schedule_difference": first_schedule,
         "requests": len(comparison.prompts),
         "prompt_tokens": sum(len(p) for p in comparison.prompts),
-        "output_tokens": sum(len(ids) for ids in comparison.runs["normal"][0].output_ids),
-        "repeats": len(comparison.runs["normal"]),
-        "loops": {loop: _loop(comparison.runs[loop]) for loop in LOOPS},
+        "output_tokens": sum(len(ids) for ids in comparison.expected.output_ids),
+        "repeats": len(comparison.runs[comparison.names[0]]),
+        "loops": {name: _loop(runs) for name, runs in comparison.runs.items()},
     }
 
 
 def _loop(runs: list[Run]) -> dict[str, Any]:
     rates = [run.tokens_per_s for run in runs]
+    rises = [run.memory_rise for run in runs if run.memory_rise is not None]
     return {
         **summarize([run.trace for run in runs]),
         "tokens_per_s": {"median": float(np.median(rates)), "min": min(rates), "max": max(rates)},
         "ttft_ms": percentiles([t for run in runs for t in run.first_token]),
+        "gap_ms": percentiles([gap for run in runs for gap in pauses(run.trace)]),
+        "memory_rise_mb": max(rises) / 1e6 if rises else None,
         "wall_s": [run.wall for run in runs],
     }
 
@@ -44,15 +54,27 @@ def _loop(runs: list[Run]) -> dict[str, Any]:
 def show(console: Console, comparison: Comparison, data: dict[str, Any]) -> None:
     """Prints the table, whether the tokens are equal, and a timeline of each loop's last run."""
     console.print(_table(data))
-    console.print(verdict(data), style="bold green" if data["tokens_equal"] else "bold red")
+    if "sglang" in data:
+        console.print(against_sglang.table(data["sglang"]))
+    console.print(verdict(data), style="bold green" if same_tokens(data) else "bold red")
+    if len(data["loops"]) > len(LOOPS):
+        console.print(schedule_verdict(data), style="bold green" if data["schedules_equal"] else "bold red")
+    for note in data.get("notes", ()):
+        console.print(note, highlight=False, markup=False)
     width = max(60, min(100, console.width))
-    for loop in LOOPS:
-        trace = comparison.runs[loop][-1].trace
-        console.print(f"\n{loop}: {TIMELINE_STEPS} decode steps as measured", style="bold")
+    for name in comparison.names:
+        trace = comparison.runs[name][-1].trace
+        console.print(f"\n{name}: {TIMELINE_STEPS} decode steps as measured", style="bold")
         for line in lanes(trace, *window(trace, TIMELINE_STEPS), width):
             console.print(line, markup=False, highlight=False, no_wrap=True, overflow="crop", crop=False)
     for line in LEGEND:
         console.print(line, style="dim", markup=False, highlight=False)
+
+
+def same_tokens(data: dict[str, Any]) -> bool:
+    """Equal, or in bfloat16 different by rounding alone."""
+    margin = data.get("largest_margin")
+    return bool(data["tokens_equal"] or (margin is not None and margin <= MARGIN))
 
 
 def verdict(data: dict[str, Any]) -> str:
@@ -62,10 +84,21 @@ def verdict(data: dict[str, Any]) -> str:
         return (
             f"tokens equal: {data['requests']} requests, {data['output_tokens']} tokens, {data['repeats']} runs a loop"
         )
-    return (
+    text = (
         f"tokens differ: request {d['request']}, output token {d['position']}: "
-        f"{d['expected']} in the first normal run, {d['got']} in {d['loop']} run {d['repeat'] + 1}"
+        f"{d['expected']} in the first {next(iter(data['loops']))} run, {d['got']} in {d['loop']} run {d['repeat'] + 1}"
     )
+    if data.get("largest_margin") is None:
+        return text
+    return f"{text}; where outputs part, the two tokens' logits differ by {data['largest_margin']:.2g} at most"
+
+
+def schedule_verdict(data: dict[str, Any]) -> str:
+    """ "schedules equal", or where those of two runners part first."""
+    d = data["first_schedule_difference"]
+    if d is None:
+        return "schedules equal: in each loop all runners had the same launches and results, in the same order"
+    return f"schedules differ: {d['loop']} run {d['repeat'] + 1}, event {d['event']}: {d['got']}, not {d['expected']}"
 
 
 def _table(data: dict[str, Any]) -> Table:
@@ -74,17 +107,20 @@ def _table(data: dict[str, Any]) -> Table:
     )
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("")
-    for loop in LOOPS:
-        table.add_column(loop, justify="right")
-    loops = [data["loops"][loop] for loop in LOOPS]
+    for name in data["loops"]:
+        table.add_column(name, justify="right")
+    loops = list(data["loops"].values())
     rows: list[tuple[str, list[str]]] = [
         ("decode step p50 / p90 (ms)", [_pair(x["step_ms"]) for x in loops]),
         ("host work per step p50 / p90 (ms)", [_pair(x["host_ms"]) for x in loops]),
         ("wait for the device p50 / p90 (ms)", [_pair(x["wait_ms"]) for x in loops]),
+        ("launch call alone, mean (ms)", [_short(x["parts_ms"].get("launch")) for x in loops]),
+        ("gap between device steps p50 / p90 (ms)", [_pair(x["gap_ms"]) for x in loops]),
         ("host work hidden behind a step", [_share(x["hidden"]) for x in loops]),
         ("device busy", [_share(x["device_busy"]) for x in loops]),
-        ("tokens/s, median (min - max)", [_rate(x["tokens_per_s"]) for x in loops]),
+        *_rates([x["tokens_per_s"] for x in loops]),
         ("time to first token p50 / p90 (ms)", [_pair(x["ttft_ms"]) for x in loops]),
+        ("memory above the start of a run (MB)", [_short(x["memory_rise_mb"]) for x in loops]),
         ("launches", [str(x["launches"]) for x in loops]),
         ("device idle, all runs (ms)", [_short(x["idle_ms"]) for x in loops]),
     ]
@@ -109,5 +145,9 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
 
 
-def _rate(values: dict[str, float]) -> str:
-    return f"{values['median']:.1f} ({values['min']:.1f} - {values['max']:.1f})"
+def _rates(loops: list[dict[str, float]]) -> list[tuple[str, list[str]]]:
+    """One row, or, where many columns leave it no room, two."""
+    ranges = [f"{x['min']:.1f} - {x['max']:.1f}" for x in loops]
+    if len(loops) > 2:
+        return [("tokens/s, median", [f"{x['median']:.1f}" for x in loops]), ("  min - max", ranges)]
+    return [("tokens/s, median (min - max)", [f"{x['median']:.1f} ({r})" for x, r in zip(loops, ranges)])]

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import ForwardMode, Launch, Sample, StepResult
+from jaxoverlap.sampling_params import SamplingParams
 
 DEFAULT_STEP_MS = 8.0
 DEFAULT_CONTEXT = 4096  # tokens
@@ -64,8 +65,6 @@ class SimulatedRunner:
     wrong page, or an array rewritten meanwhile, gives wrong tokens. All calls but `block` come from one thread.
     """
 
-    has_logits = False  # penalties, biases and min_new_tokens would do nothing
-
     def __init__(self, config: EngineConfig, *, max_total_tokens: int, context_length: int) -> None:
         step_ms = DEFAULT_STEP_MS if config.step_ms is None else config.step_ms
         prefill_ms = step_ms if config.prefill_step_ms is None else config.prefill_step_ms
@@ -82,6 +81,11 @@ class SimulatedRunner:
         self._power, self._inverse = _powers(context_length + 1)
         self._queue: deque[Handle] = deque()
         self._free_at = 0.0
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises ValueError naming a parameter that changes logits: there are none."""
+        for name in params.adjustments:
+            raise ValueError(f"{name} means nothing on a device without logits")
 
     def launch(self, launches: list[Launch]) -> list[Handle]:
         (launch,) = launches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -52,6 +53,11 @@ def step_times(trace: Trace) -> list[float]:
     """Seconds between the results of launches n and n + 1 that both decoded."""
     got = {s.launch: s for s in trace.host if s.kind == "wait" and s.mode == "DECODE"}
     return [s.end - got[n - 1].end for n, s in got.items() if n - 1 in got]
+
+
+def pauses(trace: Trace) -> list[float]:
+    """Seconds from the end of each device step to the begin of the next."""
+    return [max(0.0, after.begin - before.end) for before, after in itertools.pairwise(trace.device)]
 
 
 def in_flight(trace: Trace) -> list[tuple[float, float]]:

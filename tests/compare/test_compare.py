@@ -33,7 +33,7 @@ def test_difference(a, b, want):
 def test_the_engines_differ_in_the_loop_alone():
     with host_engine(page_size=2, chunked_prefill_size=32) as base:
         engines = both_loops(base)
-        assert all(e.runner is base.runner and e.model is base.model for e in engines.values())
+        assert all(e.runner.inner is base.runner and e.model is base.model for e in engines.values())
         for loop, engine in engines.items():
             off = loop == "normal"
             assert engine.config == dataclasses.replace(base.config, disable_overlap_schedule=off)
@@ -42,7 +42,7 @@ def test_the_engines_differ_in_the_loop_alone():
 def test_a_comparison():
     told = []
     with host_engine() as base:
-        comparison = compare(base, PROMPTS, PARAMS, 2, lambda *args: told.append(args))
+        comparison = compare(both_loops(base), PROMPTS, PARAMS, 2, lambda *args: told.append(args))
     want = [oracle(p, 6) for p in PROMPTS]
     for runs in comparison.runs.values():
         assert [run.output_ids for run in runs] == [want, want]
@@ -85,12 +85,12 @@ def test_a_run_that_differs_from_its_own_loop_is_found():
 
 def test_a_prompt_that_does_not_fit_is_named():
     with host_engine() as base, pytest.raises(RequestError, match="122 tokens"):
-        compare(base, [[5], [5] * 122], PARAMS, 1, silent)
+        compare(both_loops(base), [[5], [5] * 122], PARAMS, 1, silent)
 
 
 def test_what_is_shown(capsys):
     with host_engine() as base:
-        comparison = compare(base, PROMPTS, PARAMS, 1, silent)
+        comparison = compare(both_loops(base), PROMPTS, PARAMS, 1, silent)
     data = {"model": "m", "device": "d", **figures(comparison)}
     show(Console(width=100, force_terminal=False), comparison, data)
     out = capsys.readouterr().out
