@@ -119,6 +119,7 @@ class Request:
     extend_len: int = 0  # tokens of the chunk being scheduled
     cached_tokens: int = 0  # prompt tokens that came from the tree
     cached_counted: bool = False
+    accepted_drafts: np.ndarray | None = None  # int64 [drafts + 1]: verify steps by how many of their drafts counted
 
     @property
     def prompt_len(self) -> int:

@@ -21,7 +21,8 @@ from jaxoverlap.device.layout import Layout
 from jaxoverlap.device.logprobs import block_of, input_layout, input_logprobs, output_layout, output_logprobs
 from jaxoverlap.device.packing import PAGES_LAYOUT, sample_layout, step_layout, verify_layout
 from jaxoverlap.device.state import State
-from jaxoverlap.device.step import Speculator, Steps, write_pages
+from jaxoverlap.device.step import Steps, write_pages
+from jaxoverlap.device.verify import verify
 from jaxoverlap.kernels.backend import quiet_lowering
 
 Progress = Callable[[int, int, str], None]
@@ -75,7 +76,7 @@ class Program:
 
 class Programs:
     """Programs by name. `cut`: the cut ones too, with `max_logprobs` also those that read what these leave behind. With
-    a `speculator` decode programs are verify programs."""
+    a speculator decode programs are verify programs, with `cut` also such that take masks."""
 
     def __init__(
         self,
@@ -86,7 +87,6 @@ class Programs:
         script_len: int = 0,
         cut: bool = False,
         max_logprobs: int = 0,
-        speculator: Speculator | None = None,
     ) -> None:
         self.guard = CompileGuard()
         self.table: dict[str, Program] = {}
@@ -99,11 +99,12 @@ class Programs:
         for program in (pages, tables):
             self._add(program)
         whole = (*buckets.decode, *buckets.extend)
-        if speculator is not None:
+        if steps.speculator is not None:
             whole = buckets.extend
             for bucket in buckets.decode:
-                layout = verify_layout(bucket, speculator.num_draft_tokens, vocab_size if cut else None)
-                self._add(Program(f"verify_{bucket.rows}", steps.verify(bucket, layout, speculator), layout))
+                for prefix, masks in (("verify", None), *([("masked_verify", vocab_size)] if cut else [])):
+                    layout = verify_layout(bucket, steps.speculator.num_draft_tokens, masks)
+                    self._add(Program(f"{prefix}_{bucket.rows}", verify(steps, bucket, layout), layout))
         for bucket in whole:
             layout = step_layout(bucket, script_len)
             self._add(Program(bucket.name, steps.fused(bucket, layout), layout))
