@@ -263,11 +263,11 @@ class Sync:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sample:
-    """Mask and sample a launch whose sampling was delayed; no answer."""
+    """Mask and sample (or score) a launch whose sampling was delayed; no answer."""
 
     launch: Launch
     handle: Any
-    mask: np.ndarray  # int32 [B, 1, ceil(vocab / 32)]
+    mask: np.ndarray  # int32 [B, ahead, ceil(vocab / 32)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -278,7 +278,15 @@ class Wait:
     handle: Any
 
 
-Turn = Generator["Sync | Launch | Sample | Wait", Any, None]
+@dataclass(frozen=True, eq=False, slots=True)
+class Drafts:
+    """The answer is int32 [B, drafts]: those of a verify step whose masks depend on them; it is scored by `Sample`."""
+
+    launch: Launch
+    handle: Any
+
+
+Turn = Generator["Sync | Launch | Drafts | Sample | Wait", Any, None]
 
 
 class Runner(Protocol):

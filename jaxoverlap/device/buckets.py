@@ -15,7 +15,7 @@ The programs (programs.py), all compiled by the warm-up:
     output_logprobs_<rows>                             with max_logprobs: one a decode bucket
     input_logprobs_<tokens>                            with max_logprobs: one an extend bucket
     verify_<rows>                                      with a speculator, in place of decode_<rows>
-    masked_verify_<rows>                               and with grammars, beside it
+    draft_<rows>, score_<rows>                         a verify step cut in two, for masks that follow from its drafts
 """
 
 from __future__ import annotations

@@ -43,15 +43,15 @@ def verify_layout(bucket: Bucket, tokens: int, vocab_size: int | None) -> Layout
     return Layout(**shapes)
 
 
-def pack_verify(layout: Layout, launch: Launch, page_writes: np.ndarray) -> np.ndarray:
+def pack_verify(layout: Layout, launch: Launch, page_writes: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+    """`mask` int32 [B, tokens, words], where the layout has one."""
     packed, f = layout.empty()
     rows = len(launch.slots)
     f["slots"][:rows] = launch.slots
     f["page_writes"][:, : page_writes.shape[1]] = page_writes
     if "mask" in f:
-        assert launch.mask is not None
         f["mask"][:] = -1
-        f["mask"][:rows] = launch.mask
+        f["mask"][:rows] = mask
     return packed
 
 

