@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import RequestError
 from jaxoverlap.engine import Engine
@@ -26,6 +28,7 @@ class Run:
     first_token: list[float]  # of each request, as its caller saw it
     wall: float
     trace: Trace
+    accepted: np.ndarray | None = None  # int64 [drafts + 1]: verify steps by how many drafts counted, of all requests
 
     @property
     def tokens_per_s(self) -> float:
@@ -93,6 +96,7 @@ def run(engine: Engine, prompts: Sequence[list[int]], params: dict[str, Any]) ->
     engine.flush_cache()
     outputs: list[list[int]] = [[] for _ in prompts]
     first: list[float | None] = [None] * len(prompts)
+    histograms: list[list[int]] = []
     with engine.trace() as trace:
         begin = time.perf_counter()
         for chunk in engine.generate(input_ids=list(prompts), sampling_params=params, stream=True):
@@ -100,8 +104,11 @@ def run(engine: Engine, prompts: Sequence[list[int]], params: dict[str, Any]) ->
             outputs[i] = chunk["output_ids"]
             if first[i] is None and outputs[i]:
                 first[i] = time.perf_counter() - begin
+            if "spec_accept_histogram" in chunk["meta_info"]:
+                histograms.append(chunk["meta_info"]["spec_accept_histogram"])
         wall = time.perf_counter() - begin
-    return Run(outputs, [t for t in first if t is not None], wall, trace)
+    accepted = np.sum(histograms, axis=0) if histograms else None
+    return Run(outputs, [t for t in first if t is not None], wall, trace, accepted)
 
 
 def _message(result: dict[str, Any]) -> str | None:

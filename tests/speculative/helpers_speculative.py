@@ -56,7 +56,7 @@ def settings_of(**settings):
     }
 
 
-def make_runner(speculator, *, model=None, total=320, context=CONTEXT, cut=False, **settings):
+def make_runner(speculator, *, model=None, total=320, context=CONTEXT, cut=False, script=None, **settings):
     config = EngineConfig(**settings_of(**settings))
     runner = JaxRunner(
         model or ChecksumModel(),
@@ -65,6 +65,7 @@ def make_runner(speculator, *, model=None, total=320, context=CONTEXT, cut=False
         context_length=context,
         cut=cut,
         speculator=speculator,
+        script=script,
     )
     runner.warm_up()
     return runner
