@@ -83,3 +83,17 @@ def test_number_of_forwards(tokens, name, gain):
             assert meta["spec_accept_rates"] == [gain] * (tokens - 1)
             check_all_back(engine)
     runner.shutdown()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """Kernels and all: the oracle's tokens with drafts that are right by turns, in both loops."""
+    runner = make_runner(RuleSpeculator(4, RULES["mixed"]), page_size=16)
+    for loop in ("overlap", "normal"):
+        load = random_load(np.random.default_rng(3), 80, 20)
+        engine = engine_on(runner, loop, page_size=16)
+        for (_, _, _, abort, want), result in zip(load, run_load(engine, load)):
+            got = result["output_ids"]
+            assert got == (want if abort is None else want[: len(got)])
+        check_all_back(engine)
+    runner.shutdown()
