@@ -11,7 +11,7 @@ from typing import Any
 from jaxoverlap.core import Drafts, Launch, Runner, Sample, Sync, Turn, Wait
 from jaxoverlap.driver import Driver
 from jaxoverlap.trace.events import Trace
-from jaxoverlap.trace.read import ASK, CAUSE, COMPILED, END, FORWARD, MARK, READY, SPANS, STREAM, TURN, read
+from jaxoverlap.trace.read import ASK, CAUSE, COMPILED, END, FORWARD, GAINED, MARK, READY, SPANS, STREAM, TURN, read
 
 KINDS: dict[type, str] = {Launch: "launch", Sample: "sample", Wait: "wait", Sync: "sync", Drafts: "wait"}
 ANNOTATIONS: dict[type, tuple[str, ...]] = {
@@ -68,6 +68,8 @@ class Recorder(Driver):
                 note((ASK, KINDS[kind], asked, done, launch.number, launch.mode, len(launch.requests)))
                 if self._tells_compiles and self.runner.compiles != compiles:  # type: ignore[attr-defined]
                     note((COMPILED, launch.number))
+                if kind is Wait and answer.accept_lens is not None:
+                    note((GAINED, launch.number, int(answer.accept_lens.sum())))
                 if self._tells_spans:
                     if kind is Wait:
                         note((SPANS, launch.number, self.runner.device_spans(ask.handle)))  # type: ignore[attr-defined]

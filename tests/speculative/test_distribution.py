@@ -14,10 +14,11 @@ RNG = np.random.default_rng(5)
 TARGET, DRAFT = RNG.normal(size=VOCAB) * 1.5, RNG.normal(size=VOCAB) * 1.5
 REQUESTS, LENGTH = 50, 400  # 20,000 draws
 SAMPLING = [
-    {"temperature": 1.0},
     {"temperature": 0.7, "top_k": 9},
-    {"temperature": 1.3, "top_p": 0.8},
-    {"temperature": 1.0, "min_p": 0.1},
+    *(
+        pytest.param(sampling, marks=pytest.mark.slow)
+        for sampling in ({"temperature": 1.0}, {"temperature": 1.3, "top_p": 0.8}, {"temperature": 1.0, "min_p": 0.1})
+    ),
 ]
 
 
@@ -54,25 +55,25 @@ def model():
     return model
 
 
-def test_twenty_thousand_draws(model):
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_twenty_thousand_draws(model, sampling):
     settings = {"max_running_requests": REQUESTS}
     runner = make_runner(OtherLogits(), model=model, total=REQUESTS * 450, context=440, **settings)
     engine = engine_on(runner, "overlap", model=model, total=REQUESTS * 450, context=440, **settings)
-    for sampling in SAMPLING:
-        params = {"max_new_tokens": LENGTH, **sampling}
-        results = engine.generate(input_ids=[[1, i % VOCAB] for i in range(REQUESTS)], sampling_params=params)
-        draws = np.array([r["output_ids"] for r in results])
-        assert draws.shape == (REQUESTS, LENGTH)
-        wanted = distribution(**sampling)
-        observed = np.bincount(draws.ravel(), minlength=VOCAB)
-        assert observed[wanted == 0].sum() == 0
-        there = wanted > 0
-        assert stats.chisquare(observed[there], wanted[there] * draws.size).pvalue > 1e-3
-        pairs = np.histogram2d(draws[:, :-1].ravel(), draws[:, 1:].ravel(), bins=VOCAB, range=[[0, VOCAB]] * 2)[0]
-        wanted_pairs = np.outer(wanted, wanted) * pairs.sum()
-        often = wanted_pairs > 5  # neighbours, many of which come from one run, are independent
-        statistic = ((pairs - wanted_pairs)[often] ** 2 / wanted_pairs[often]).sum()
-        assert stats.chi2.sf(statistic, often.sum()) > 1e-3
-        rates = [r["meta_info"]["spec_accept_rate"] for r in results]
-        assert 0.1 < np.mean(rates) < 0.9
+    params = {"max_new_tokens": LENGTH, **sampling}
+    results = engine.generate(input_ids=[[1, i % VOCAB] for i in range(REQUESTS)], sampling_params=params)
+    draws = np.array([r["output_ids"] for r in results])
+    assert draws.shape == (REQUESTS, LENGTH)
+    wanted = distribution(**sampling)
+    observed = np.bincount(draws.ravel(), minlength=VOCAB)
+    assert observed[wanted == 0].sum() == 0
+    there = wanted > 0
+    assert stats.chisquare(observed[there], wanted[there] * draws.size).pvalue > 1e-3
+    pairs = np.histogram2d(draws[:, :-1].ravel(), draws[:, 1:].ravel(), bins=VOCAB, range=[[0, VOCAB]] * 2)[0]
+    wanted_pairs = np.outer(wanted, wanted) * pairs.sum()
+    often = wanted_pairs > 5  # neighbours, many of which come from one run, are independent
+    statistic = ((pairs - wanted_pairs)[often] ** 2 / wanted_pairs[often]).sum()
+    assert stats.chi2.sf(statistic, often.sum()) > 1e-3
+    rates = [r["meta_info"]["spec_accept_rate"] for r in results]
+    assert 0.1 < np.mean(rates) < 0.9
     runner.shutdown()

@@ -22,12 +22,11 @@ LOADS = len(SETTINGS)
 LENGTHS = {80: (12, 40), 144: (12, 40)}  # prompt and output, by pool; outputs that outgrow the pool
 
 
-@pytest.fixture(scope="module", params=[1, 4, 16], ids=["page1", "page4", "page16"])
-def page(request):
-    return request.param
+QUICK = [(1, "mixed"), (4, "ngram"), (16, "always")]
+REST = [(page, name) for page in (1, 4, 16) for name in (*RULES, "ngram") if (page, name) not in QUICK]
 
 
-@pytest.mark.parametrize("name", [*RULES, "ngram"])
+@pytest.mark.parametrize(("page", "name"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in REST)])
 def test_random_loads(page, name):
     speculator = NgramSpeculator(4) if name == "ngram" else RuleSpeculator(4, RULES[name])
     runner = make_runner(speculator, page_size=page)
