@@ -85,10 +85,28 @@ class Ticket:
             meta |= self.report.meta(len(now.output_ids))
         if now.finished:
             meta["e2e_latency"] = self.ended - self.created
+            meta |= acceptance(request, len(now.output_ids))
         out |= {"output_ids": now.output_ids, "meta_info": meta}
         if self.index is not None:
             out["index"] = self.index
         return out
+
+
+def acceptance(request: Request, completion_tokens: int) -> dict[str, Any]:
+    """SGLang's figures of a request's verify steps; empty without any. `spec_accept_histogram[n]` steps had n drafts
+    that counted; `spec_accept_rates[n]` of the steps had more than n: the acceptance at each place of a chain."""
+    histogram = request.accepted_drafts
+    if histogram is None:
+        return {}
+    steps, drafts = int(histogram.sum()), len(histogram) - 1
+    reached = histogram[::-1].cumsum()[::-1][1:]
+    return {
+        "spec_verify_ct": steps,
+        "spec_accept_length": completion_tokens / steps,
+        "spec_accept_rate": int(reached.sum()) / (steps * drafts),
+        "spec_accept_histogram": histogram.tolist(),
+        "spec_accept_rates": (reached / steps).tolist(),
+    }
 
 
 def refusal(rid: Any, message: str, index: int, with_text: bool) -> dict[str, Any]:

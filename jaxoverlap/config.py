@@ -24,6 +24,10 @@ NEED_PRIORITIES = (
     "priority_scheduling_preemption_threshold",
     "disable_priority_preemption",
 )
+NEED_DRAFT_MODEL = ("speculative_num_steps", "speculative_draft_model_path", "speculative_draft_layers")
+NEED_SPECULATION = ("speculative_num_draft_tokens", *NEED_DRAFT_MODEL)
+DEFAULT_DRAFT_TOKENS = 4  # SGLang's of STANDALONE; its 12 of NGRAM are a tree's
+MOST_DRAFT_TOKENS = 32
 INT32_MAX = (1 << 31) - 1
 WHITESPACE = re.compile(r"(?:[ \t\n\r\[\]()*+?|]|\\[tnr]|\{[0-9]+(?:,[0-9]*)?\})*")  # regular expressions of it
 POSITIVE = (
@@ -116,9 +120,14 @@ class EngineConfig:
     skip_warmup: bool = setting(False, "compile on first use instead of before the first request")
 
     dp_size: int = setting(1, "data-parallel ranks", flag=False)
-    speculative_num_steps: int = setting(0, "draft steps; 0: no speculation", flag=False)
+    speculative_algorithm: Literal["none", "NGRAM", "STANDALONE", "EAGLE"] = setting(
+        "none", "NGRAM: drafts from the request's own tokens; STANDALONE: from a model; EAGLE: replayed traces only"
+    )
+    speculative_draft_model_path: str | None = setting(None, "STANDALONE: the draft model, as model_path")
+    speculative_draft_layers: int | None = setting(None, "STANDALONE: draft with the first layers of the model itself")
+    speculative_num_steps: int = setting(0, "STANDALONE: tokens drafted in a row; 0: one below the next setting")
+    speculative_num_draft_tokens: int = setting(0, "tokens of a row that a verify step scores; 0: 4 with speculation")
     speculative_eagle_topk: int = setting(1, "branches of a draft tree", flag=False)
-    speculative_num_draft_tokens: int = setting(0, "tokens scored by one verify step", flag=False)
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -153,6 +162,7 @@ class EngineConfig:
                 f"max_total_tokens {self.max_total_tokens} must be a multiple of page_size {self.page_size}"
             )
         self._check_priorities()
+        self._check_speculation()
         if self.deterministic and self.chunked_prefill_size == -1:
             raise ValueError("deterministic needs chunked_prefill_size: it is the size of every step")
         if self.deterministic and self.speculative_num_draft_tokens:
@@ -165,8 +175,37 @@ class EngineConfig:
             )
         if self.random_seed is not None and not 0 <= self.random_seed < 1 << 32:
             raise ValueError(f"random_seed must be at least 0 and below 2**32, not {self.random_seed}")
+
+    def _check_speculation(self) -> None:
+        """Also settles the drafts' number."""
         if self.speculative_eagle_topk != 1:
             raise ValueError(f"speculative_eagle_topk must be 1 (chains), not {self.speculative_eagle_topk}")
+        algorithm = self.speculative_algorithm
+        for name in NEED_DRAFT_MODEL if algorithm != "none" else NEED_SPECULATION:
+            if algorithm not in ("STANDALONE", "EAGLE") and getattr(self, name):
+                needed = "" if algorithm == "none" and name not in NEED_DRAFT_MODEL else " STANDALONE"
+                raise ValueError(f"{name} needs speculative_algorithm{needed}")
+        if algorithm in ("none", "EAGLE"):
+            return
+        steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
+        if steps < 0 or tokens < 0:
+            raise ValueError("speculative_num_steps and speculative_num_draft_tokens must be at least 0")
+        if tokens == 0:
+            tokens = steps + 1 if steps else DEFAULT_DRAFT_TOKENS
+            object.__setattr__(self, "speculative_num_draft_tokens", tokens)
+        if not 2 <= tokens <= MOST_DRAFT_TOKENS:
+            raise ValueError(f"speculative_num_draft_tokens must be 2 to {MOST_DRAFT_TOKENS}, not {tokens}")
+        if algorithm == "NGRAM":
+            return
+        if steps not in (0, tokens - 1):
+            raise ValueError(
+                f"speculative_num_draft_tokens {tokens} must be speculative_num_steps {steps} + 1: drafts are chains"
+            )
+        object.__setattr__(self, "speculative_num_steps", tokens - 1)
+        if (self.speculative_draft_model_path is None) == (self.speculative_draft_layers is None):
+            raise ValueError("STANDALONE needs one of speculative_draft_model_path and speculative_draft_layers")
+        if self.speculative_draft_layers is not None and self.speculative_draft_layers < 1:
+            raise ValueError(f"speculative_draft_layers must be at least 1, not {self.speculative_draft_layers}")
 
     def _check_device(self) -> None:
         """Also settles model_path "auto"."""
@@ -188,7 +227,15 @@ class EngineConfig:
         if self.model_path != "checksum":
             raise ValueError(f"device simulated runs no model: model_path must be checksum, not {self.model_path!r}")
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        for name in ("dtype", "mem_fraction_static", "kernels", "poison_future_map", "deterministic", "max_logprobs"):
+        for name in (
+            "dtype",
+            "mem_fraction_static",
+            "kernels",
+            "poison_future_map",
+            "deterministic",
+            "max_logprobs",
+            "speculative_algorithm",
+        ):
             if getattr(self, name) != defaults[name]:
                 raise ValueError(f"{name} means nothing on device simulated: leave it at {defaults[name]}")
 

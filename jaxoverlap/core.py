@@ -119,6 +119,7 @@ class Request:
     extend_len: int = 0  # tokens of the chunk being scheduled
     cached_tokens: int = 0  # prompt tokens that came from the tree
     cached_counted: bool = False
+    accepted_drafts: np.ndarray | None = None  # int64 [drafts + 1]: verify steps by how many of their drafts counted
 
     @property
     def prompt_len(self) -> int:
@@ -262,11 +263,11 @@ class Sync:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sample:
-    """Mask and sample a launch whose sampling was delayed; no answer."""
+    """Mask and sample (or score) a launch whose sampling was delayed; no answer."""
 
     launch: Launch
     handle: Any
-    mask: np.ndarray  # int32 [B, 1, ceil(vocab / 32)]
+    mask: np.ndarray  # int32 [B, ahead, ceil(vocab / 32)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -277,7 +278,15 @@ class Wait:
     handle: Any
 
 
-Turn = Generator["Sync | Launch | Sample | Wait", Any, None]
+@dataclass(frozen=True, eq=False, slots=True)
+class Drafts:
+    """The answer is int32 [B, drafts]: those of a verify step whose masks depend on them; it is scored by `Sample`."""
+
+    launch: Launch
+    handle: Any
+
+
+Turn = Generator["Sync | Launch | Drafts | Sample | Wait", Any, None]
 
 
 class Runner(Protocol):

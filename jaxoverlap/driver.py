@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxoverlap.core import Launch, Runner, Sample, Sync, Turn, Wait
+from jaxoverlap.core import Drafts, Launch, Runner, Sample, Sync, Turn, Wait
 
 
 class Driver:
-    """Answers Launch, Sample and Wait from a runner, and Sync with this rank's own facts."""
+    """Answers Launch, Drafts, Sample and Wait from a runner, and Sync with this rank's own facts."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -36,6 +36,8 @@ class Driver:
             return self.runner.wait(ask.handle)
         if type(ask) is Sample:
             return self.runner.sample([ask])
+        if type(ask) is Drafts:
+            return self.runner.drafts(ask.handle)  # type: ignore[attr-defined]
         if type(ask) is Sync:
             return ask.facts[None]
         raise TypeError(f"a turn asked for {type(ask).__name__}")

@@ -58,20 +58,24 @@ def load(config: EngineConfig, progress: Report | None = None) -> tuple[ServedMo
     from jaxoverlap.device.pool import check_pool_settings, default_max_total_tokens
     from jaxoverlap.device.runner import JaxRunner
     from jaxoverlap.models import registry
+    from jaxoverlap.speculative.load import all_caches, load_speculator
 
     advice.warn(os.environ)
     check_pool_settings(config, jax.devices()[0].platform)
     enable_compilation_cache(cache_dir() / "compiled")
     model = registry.load(config, progress=report)
+    speculator = load_speculator(config, model, progress=report)
     total = config.max_total_tokens
     if total is None:
-        total = default_max_total_tokens(model.module.cache_shapes, config, model.context_length)
+        shapes = model.module.cache_shapes if speculator is None else all_caches(model.module, speculator)
+        total = default_max_total_tokens(shapes, config, model.context_length)
     runner = JaxRunner(
         model.module,
         config,
         max_total_tokens=total,
         context_length=model.context_length,
         cut=takes_grammars(config, model),
+        speculator=speculator,
     )
     if not config.skip_warmup:
         runner.warm_up(lambda done, total, _: report("compile", done, total))
@@ -102,3 +106,7 @@ def check_supported(config: EngineConfig) -> None:
     for field in dataclasses.fields(config):
         if not field.metadata["flag"] and getattr(config, field.name) != field.default:
             raise ValueError(f"{field.name} is not supported yet: leave it at {field.default}")
+    if config.speculative_algorithm == "EAGLE":
+        raise ValueError("speculative_algorithm EAGLE is for replayed traces: use NGRAM or STANDALONE")
+    if config.speculative_algorithm != "none" and config.max_logprobs:
+        raise ValueError("max_logprobs and speculative_algorithm exclude each other: verify steps give no details")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -32,11 +33,14 @@ class Decoder(nnx.Module):
         shape = jax.ShapeDtypeStruct((c.num_layers * num_locs, c.num_kv_heads, c.head_dim), jnp.dtype(c.dtype))
         return shape, shape
 
-    def __call__(self, ids: jax.Array, context: Any, cache: Cache) -> tuple[jax.Array, Cache]:
-        """int32 ids [T] -> normed hidden states [T, hidden] and the cache with the tokens' keys and values written."""
+    def __call__(
+        self, ids: jax.Array, context: Any, cache: Cache, num_layers: int | None = None
+    ) -> tuple[jax.Array, Cache]:
+        """int32 ids [T] -> normed hidden states [T, hidden] and the cache with the tokens' keys and values written.
+        `num_layers`: as if there were no more than these first ones."""
         x = self.embedding[...][ids]
         angles = self.config.rope.angles(context.positions)
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(itertools.islice(self.layers, num_layers)):
             x, cache = layer(x, angles, context, cache, i)
         return self.norm(x), cache
 

@@ -9,7 +9,7 @@ from helpers_engine import byte_level_tokenizer, host_engine, oracle
 import jaxoverlap
 from jaxoverlap import cli
 from jaxoverlap.commands import generate
-from jaxoverlap.config import NEED_PRIORITIES, EngineConfig
+from jaxoverlap.config import NEED_PRIORITIES, NEED_SPECULATION, EngineConfig
 from jaxoverlap.engine import Engine
 
 
@@ -35,6 +35,8 @@ def test_every_setting_has_its_flag():
                 parse(*GENERATE, flag, "1")
         elif value is not None:
             needed = ["--enable-priority-scheduling"] if field.name in NEED_PRIORITIES else []
+            if field.name in NEED_SPECULATION:
+                needed = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-layers", "2"]
             args = parse(*GENERATE, *needed, flag, *value)
             want = True if not value else 4
             assert getattr(cli.read_config(args), field.name) == want

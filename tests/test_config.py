@@ -6,6 +6,9 @@ import pytest
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.sampling_params import SamplingParams
 
+NGRAM = {"speculative_algorithm": "NGRAM"}
+LAYERS = {"speculative_algorithm": "STANDALONE", "speculative_draft_layers": 2}
+
 
 @pytest.mark.parametrize(
     ("settings", "parts"),
@@ -28,6 +31,19 @@ from jaxoverlap.sampling_params import SamplingParams
         ({"constrained_json_whitespace_pattern": "\\s*"}, ["constrained_json_whitespace_pattern"]),
         ({"constrained_json_whitespace_pattern": "1"}, ["constrained_json_whitespace_pattern"]),
         ({"delay_sampling": "never"}, ["delay_sampling", "sglang, when-needed"]),
+        ({"speculative_algorithm": "MEDUSA"}, ["speculative_algorithm", "NGRAM", "MEDUSA"]),
+        ({"speculative_num_draft_tokens": 4}, ["speculative_num_draft_tokens needs speculative_algorithm"]),
+        ({"speculative_draft_layers": 4}, ["speculative_draft_layers needs speculative_algorithm STANDALONE"]),
+        ({**NGRAM, "speculative_num_steps": 3}, ["speculative_num_steps needs speculative_algorithm STANDALONE"]),
+        ({**NGRAM, "speculative_num_draft_tokens": 1}, ["speculative_num_draft_tokens", "2 to 32", "not 1"]),
+        ({**NGRAM, "speculative_eagle_topk": 4}, ["speculative_eagle_topk must be 1", "not 4"]),
+        ({**NGRAM, "enable_mixed_chunk": True}, ["enable_mixed_chunk", "speculation"]),
+        ({**NGRAM, "deterministic": True}, ["deterministic", "speculation"]),
+        ({**NGRAM, "device": "simulated"}, ["speculative_algorithm", "simulated"]),
+        ({"speculative_algorithm": "STANDALONE"}, ["speculative_draft_model_path", "speculative_draft_layers"]),
+        ({**LAYERS, "speculative_draft_model_path": "x"}, ["one of speculative_draft_model_path"]),
+        ({**LAYERS, "speculative_draft_layers": 0}, ["speculative_draft_layers", "at least 1"]),
+        ({**LAYERS, "speculative_num_steps": 3, "speculative_num_draft_tokens": 3}, ["draft_tokens 3", "steps 3 + 1"]),
     ],
 )
 def test_refused(settings, parts):
@@ -35,6 +51,14 @@ def test_refused(settings, parts):
         EngineConfig(**settings)
     for part in parts:
         assert part in str(e.value)
+
+
+def test_numbers_of_drafts():
+    assert EngineConfig(**NGRAM).speculative_num_draft_tokens == 4
+    for given in ({}, {"speculative_num_steps": 3}, {"speculative_num_draft_tokens": 4}):
+        config = EngineConfig(**LAYERS, **given)
+        assert (config.speculative_num_steps, config.speculative_num_draft_tokens) == (3, 4)
+        assert config.verify_reserve == 8  # SGLang: twice the drafts
 
 
 @pytest.mark.parametrize("pattern", ["", " ?", "[ ]?", "[ \\t\\n\\r]*", "[ \n]{0,4}", "( |\\n)+"])

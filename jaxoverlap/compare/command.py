@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from jaxoverlap.cli import (
 from jaxoverlap.compare import against_sglang, runners
 from jaxoverlap.compare.measure import Comparison, all_loops, compare
 from jaxoverlap.compare.report import TIMELINE_STEPS, figures, same_tokens, show
+from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine import Engine
 from jaxoverlap.progress import bars
 from jaxoverlap.trace.export import check_timeline_path, write_timeline
@@ -39,6 +41,7 @@ QUESTIONS = (
     "How do plants make food?",
     "What should I pack for a hike?",
 )
+DRAFT_LAYERS = {"auto": 25, "smollm2-135m": 25}  # of 30: about 4 drafts of 10 count
 RANDOM_LENGTHS = (8, 64)  # of prompts for a model without a tokenizer
 
 
@@ -64,16 +67,25 @@ def register(subparsers: Any) -> None:
         "--against-sglang", action="store_true", help="also SGLang, overlap off and on, where it is installed"
     )
     parser.add_argument(
+        "--speculative",
+        choices=("ngram", "draft"),
+        help="also with speculation; draft: a model or layers, see the settings [25 of SmolLM2's 30 layers]",
+    )
+    parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="also draw FILE.png, or write FILE.json for Perfetto"
     )
     add_json_flag(parser)
-    add_config_flags(parser, leave_out=("disable_overlap_schedule",))
+    add_config_flags(parser, leave_out=("disable_overlap_schedule", "speculative_algorithm"))
 
 
 def run(args: argparse.Namespace) -> int:
     texts = read_prompts(args.prompts) if args.prompts is not None else args.prompt
     batch = args.batch or len(texts or QUESTIONS)
-    config = read_config(args, max_running_requests=min(batch, 16), grammar_backend="none")
+    speculating = None
+    if args.speculative is not None:
+        speculating, config = _with_and_without(args, max_running_requests=min(batch, 16), grammar_backend="none")
+    else:
+        config = read_config(args, max_running_requests=min(batch, 16), grammar_backend="none")
     if config.disable_overlap_schedule:
         raise UsageError("compare runs both loops: JAXOVERLAP_DISABLE_OVERLAP_SCHEDULE must not be set")
     if args.temperature < 0:
@@ -104,9 +116,45 @@ def run(args: argparse.Namespace) -> int:
     if args.against_sglang:
         data["sglang"] = against_sglang.measure(config, comparison, params, args.repeats)
     show(console(args), comparison, data)
+    if speculating is not None:
+        data["speculative"] = _speculate(speculating, args, prompts, params, comparison, data)
     _write_timeline(args.timeline, comparison)
     write_json(args, data)
-    return 0 if same_tokens(data) and data["schedules_equal"] else 1
+    equal = same_tokens(data) and data["schedules_equal"] and data.get("speculative", data)["tokens_equal"]
+    return 0 if equal and data.get("speculative", {}).get("same_tokens", True) else 1
+
+
+def _with_and_without(args: argparse.Namespace, **defaults: Any) -> tuple[EngineConfig, EngineConfig]:
+    """The configurations with the drafts that --speculative asks for, and without any."""
+    args.setting_speculative_algorithm = "NGRAM" if args.speculative == "ngram" else "STANDALONE"
+    flags = vars(args)
+    given = {"setting_speculative_draft_model_path", "setting_speculative_draft_layers"} & set(flags)
+    if args.speculative == "draft" and not given and flags.get("setting_model_path", "auto") in DRAFT_LAYERS:
+        args.setting_speculative_draft_layers = DRAFT_LAYERS[flags.get("setting_model_path", "auto")]
+    config = read_config(args, **defaults)
+    fields: dict[str, Any] = {
+        f.name: f.default for f in dataclasses.fields(config) if f.name.startswith("speculative_")
+    }
+    return config, dataclasses.replace(config, **fields)
+
+
+def _speculate(
+    config: EngineConfig,
+    args: argparse.Namespace,
+    prompts: list[list[int]],
+    params: dict[str, Any],
+    plain: Comparison,
+    data: dict[str, Any],
+) -> dict[str, Any]:
+    """Runs and shows the same with speculation. `plain` and `data` are those without."""
+    with bars() as report, Engine.from_config(config, progress=report) as base:
+        comparison = compare(all_loops({"jax": base}), prompts, params, args.repeats, report)
+    same = comparison.runs["normal"][0].output_ids == plain.runs["normal"][0].output_ids
+    out = {"drafts": args.speculative, "same_tokens": same, **figures(comparison)}
+    show(console(args), comparison, {**data, **out, "model": f"{config.model_path} with {args.speculative} drafts"})
+    text = "the same tokens as without speculation" if same else "OTHER tokens than without speculation"
+    console(args).print(text, style="bold green" if same else "bold red")
+    return out
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxoverlap.compare.memory import PeakMemory
 from jaxoverlap.compare.schedule import ScheduleLog
 from jaxoverlap.config import EngineConfig
@@ -31,6 +33,7 @@ class Run:
     trace: Trace
     schedule: list[dict[str, Any]] = field(default_factory=list)  # see ScheduleLog.take
     memory_rise: int | None = None  # bytes of the process's resident memory over what it had before
+    accepted: np.ndarray | None = None  # int64 [drafts + 1]: verify steps by how many drafts counted, of all requests
 
     @property
     def tokens_per_s(self) -> float:
@@ -137,6 +140,7 @@ def run(engine: Engine, prompts: Sequence[list[int]], params: dict[str, Any]) ->
     log.take()
     outputs: list[list[int]] = [[] for _ in prompts]
     first: list[float | None] = [None] * len(prompts)
+    histograms: list[list[int]] = []
     with PeakMemory() as memory, engine.trace() as trace:
         begin = time.perf_counter()
         for chunk in engine.generate(input_ids=list(prompts), sampling_params=params, stream=True):
@@ -144,8 +148,11 @@ def run(engine: Engine, prompts: Sequence[list[int]], params: dict[str, Any]) ->
             outputs[i] = chunk["output_ids"]
             if first[i] is None and outputs[i]:
                 first[i] = time.perf_counter() - begin
+            if "spec_accept_histogram" in chunk["meta_info"]:
+                histograms.append(chunk["meta_info"]["spec_accept_histogram"])
         wall = time.perf_counter() - begin
-    return Run(outputs, [t for t in first if t is not None], wall, trace, log.take(), memory.rise)
+    accepted = np.sum(histograms, axis=0) if histograms else None
+    return Run(outputs, [t for t in first if t is not None], wall, trace, log.take(), memory.rise, accepted)
 
 
 def _message(result: dict[str, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,20 @@ def _loop(runs: list[Run]) -> dict[str, Any]:
         "ttft_ms": percentiles([t for run in runs for t in run.first_token]),
         "gap_ms": percentiles([gap for run in runs for gap in pauses(run.trace)]),
         "memory_rise_mb": max(rises) / 1e6 if rises else None,
+        **_acceptance(runs),
         "wall_s": [run.wall for run in runs],
     }
+
+
+def _acceptance(runs: list[Run]) -> dict[str, Any]:
+    """ "tokens_a_verify_step" of a row, and "accept_rates" of the drafts at each place of a chain; {} without any."""
+    histograms = [run.accepted for run in runs if run.accepted is not None]
+    if not histograms:
+        return {}
+    accepted = np.sum(histograms, axis=0)
+    reached = accepted[::-1].cumsum()[::-1]
+    rates = reached / reached[0]
+    return {"tokens_a_verify_step": float(rates.sum()), "accept_rates": rates[1:].tolist()}
 
 
 def show(console: Console, comparison: Comparison, data: dict[str, Any]) -> None:
@@ -124,6 +137,11 @@ def _table(data: dict[str, Any]) -> Table:
         ("launches", [str(x["launches"]) for x in loops]),
         ("device idle, all runs (ms)", [_short(x["idle_ms"]) for x in loops]),
     ]
+    if any("accept_rates" in x for x in loops):
+        rows += [
+            ("tokens a row and verify step", [_short(x.get("tokens_a_verify_step")) for x in loops]),
+            ("drafts accepted, by place (%)", [_shares(x.get("accept_rates", ())) for x in loops]),
+        ]
     causes = [cause for cause in CAUSES if any(cause in x["bubbles_ms"] for x in loops)]
     rows += [(f"  {cause}", [_short(x["bubbles_ms"].get(cause, 0.0)) for x in loops]) for cause in causes]
     for name, cells in rows:
@@ -151,3 +169,7 @@ def _rates(loops: list[dict[str, float]]) -> list[tuple[str, list[str]]]:
     if len(loops) > 2:
         return [("tokens/s, median", [f"{x['median']:.1f}" for x in loops]), ("  min - max", ranges)]
     return [("tokens/s, median (min - max)", [f"{x['median']:.1f} ({r})" for x, r in zip(loops, ranges)])]
+
+
+def _shares(values: Sequence[float]) -> str:
+    return " / ".join(f"{100 * x:.0f}" for x in values) or "-"

@@ -15,6 +15,7 @@ The programs (programs.py), all compiled by the warm-up:
     output_logprobs_<rows>                             with max_logprobs: one a decode bucket
     input_logprobs_<tokens>                            with max_logprobs: one an extend bucket
     verify_<rows>                                      with a speculator, in place of decode_<rows>
+    draft_<rows>, score_<rows>                         a verify step cut in two, for masks that follow from its drafts
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Buckets:
     @classmethod
     def of(cls, config: EngineConfig, *, context_length: int, max_total_tokens: int) -> Buckets:
         rows = decode_rows(config.max_running_requests)
-        decode = tuple(Bucket(b, b, b, True) for b in rows)
+        pages = max(1, -(-config.speculative_num_draft_tokens // config.page_size))  # that a row may take in a step
+        decode = tuple(Bucket(b, b, b * pages, True) for b in rows)
         largest = largest_extend(config, context_length=context_length, max_total_tokens=max_total_tokens)
         if config.deterministic:
             tokens = max(largest, rows[-1])

@@ -14,13 +14,14 @@ from jaxoverlap.device.step import Logits, Outputs
 class Handle:
     """A step on its way; opaque to callers."""
 
-    __slots__ = ("bucket", "details", "launch", "logits", "outputs")
+    __slots__ = ("bucket", "details", "drafts", "launch", "logits", "outputs")
 
     def __init__(self, launch: Launch, bucket: Bucket) -> None:
         self.launch = launch
         self.bucket = bucket
         self.outputs: Outputs | None = None
         self.logits: Logits | None = None  # until sampled
+        self.drafts: jax.Array | None = None  # int32 [drafts, B], of a verify step until it is scored
         self.details: DetailsHandle | None = None
 
     def send_back(self, outputs: Outputs) -> None:
@@ -29,6 +30,9 @@ class Handle:
 
     def arrays(self) -> list[jax.Array]:
         """What has been launched, as far as it goes back to the host; of a launch not sampled yet its logits."""
-        assert self.outputs is not None or self.logits is not None
-        first = self.logits[0] if self.outputs is None else self.outputs.fetched  # type: ignore[index]
+        if self.outputs is not None:
+            first = self.outputs.fetched
+        else:
+            assert self.drafts is not None or self.logits is not None
+            first = self.drafts if self.drafts is not None else self.logits[0]  # type: ignore[index]
         return [first] if self.details is None else [first, *self.details.arrays]

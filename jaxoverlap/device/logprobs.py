@@ -102,7 +102,7 @@ def input_logprobs(graph: Any, tree: Any, block: int, layout: Layout) -> Callabl
 
     def step(weights: tuple[jax.Array, ...], hidden: jax.Array, packed: jax.Array) -> jax.Array:
         f = layout.fields(packed)
-        model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
+        model = nnx.merge(graph, jax.tree.unflatten(tree, weights[: tree.num_leaves]))
 
         def body(i: jax.Array, out: jax.Array) -> jax.Array:
             places, rows, following = (

@@ -35,23 +35,23 @@ def step_layout(bucket: Bucket, script_len: int) -> Layout:
     )
 
 
-def verify_layout(bucket: Bucket, drafts: int, vocab_size: int | None) -> Layout:
-    """Of a verify program; with a vocabulary it takes masks."""
+def verify_layout(bucket: Bucket, tokens: int, vocab_size: int | None) -> Layout:
+    """Of a verify program of `tokens` a row; with a vocabulary it takes masks."""
     shapes: dict[str, tuple[int, ...]] = {"slots": (bucket.rows,), "page_writes": (3, bucket.writes)}
     if vocab_size is not None:
-        shapes["mask"] = (bucket.rows, drafts, -(-vocab_size // 32))
+        shapes["mask"] = (bucket.rows, tokens, -(-vocab_size // 32))
     return Layout(**shapes)
 
 
-def pack_verify(layout: Layout, launch: Launch, page_writes: np.ndarray) -> np.ndarray:
+def pack_verify(layout: Layout, launch: Launch, page_writes: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+    """`mask` int32 [B, tokens, words], where the layout has one."""
     packed, f = layout.empty()
     rows = len(launch.slots)
     f["slots"][:rows] = launch.slots
     f["page_writes"][:, : page_writes.shape[1]] = page_writes
     if "mask" in f:
         f["mask"][:] = -1
-        if launch.mask is not None:
-            f["mask"][:rows] = launch.mask
+        f["mask"][:rows] = mask
     return packed
 
 

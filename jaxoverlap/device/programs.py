@@ -21,7 +21,8 @@ from jaxoverlap.device.layout import Layout
 from jaxoverlap.device.logprobs import block_of, input_layout, input_logprobs, output_layout, output_logprobs
 from jaxoverlap.device.packing import PAGES_LAYOUT, sample_layout, step_layout, verify_layout
 from jaxoverlap.device.state import State
-from jaxoverlap.device.step import Speculator, Steps, write_pages
+from jaxoverlap.device.step import Steps, write_pages
+from jaxoverlap.device.verify import draft, score, verify
 from jaxoverlap.kernels.backend import quiet_lowering
 
 Progress = Callable[[int, int, str], None]
@@ -75,7 +76,7 @@ class Program:
 
 class Programs:
     """Programs by name. `cut`: the cut ones too, with `max_logprobs` also those that read what these leave behind. With
-    a `speculator` decode programs are verify programs."""
+    a speculator decode programs are verify programs, with `cut` also such that are cut in two and take masks."""
 
     def __init__(
         self,
@@ -86,7 +87,6 @@ class Programs:
         script_len: int = 0,
         cut: bool = False,
         max_logprobs: int = 0,
-        speculator: Speculator | None = None,
     ) -> None:
         self.guard = CompileGuard()
         self.table: dict[str, Program] = {}
@@ -99,11 +99,10 @@ class Programs:
         for program in (pages, tables):
             self._add(program)
         whole = (*buckets.decode, *buckets.extend)
-        if speculator is not None:
+        if steps.speculator is not None:
             whole = buckets.extend
             for bucket in buckets.decode:
-                layout = verify_layout(bucket, speculator.num_draft_tokens, vocab_size if cut else None)
-                self._add(Program(f"verify_{bucket.rows}", steps.verify(bucket, layout, speculator), layout))
+                self._add_verifying(steps, bucket, steps.speculator.num_draft_tokens, vocab_size if cut else None)
         for bucket in whole:
             layout = step_layout(bucket, script_len)
             self._add(Program(bucket.name, steps.fused(bucket, layout), layout))
@@ -115,6 +114,20 @@ class Programs:
 
     def _add(self, program: Program) -> None:
         self.table.setdefault(program.name, program)
+
+    def _add_verifying(self, steps: Steps, bucket: Bucket, tokens: int, masked: int | None) -> None:
+        """`masked`: the vocabulary of masks, where there may be some."""
+        layout = verify_layout(bucket, tokens, None)
+        self._add(Program(f"verify_{bucket.rows}", verify(steps, layout), layout))
+        if masked is None:
+            return
+
+        def drafted(weights: Any, state: State) -> tuple[Any, ...]:
+            return weights, state, jnp.zeros((tokens - 1, bucket.rows), jnp.int32)
+
+        layout = verify_layout(bucket, tokens, masked)
+        self._add(Program(f"draft_{bucket.rows}", draft(steps, layout), layout))
+        self._add(Program(f"score_{bucket.rows}", score(steps, layout), layout, 1, drafted))
 
     def _add_sampling(self, steps: Steps, bucket: Bucket, forward: Program, vocab_size: int, max_logprobs: int) -> None:
         """What follows `forward`: sampling and, with `max_logprobs`, details; named by rows, buckets may share them."""

@@ -30,7 +30,8 @@ from jaxoverlap.device.packing import (
 from jaxoverlap.device.parameters import Parameters
 from jaxoverlap.device.programs import Program, Programs, Progress
 from jaxoverlap.device.state import Script, initial_state
-from jaxoverlap.device.step import Speculator, Steps
+from jaxoverlap.device.step import Steps
+from jaxoverlap.device.verify import Speculator
 from jaxoverlap.kernels.backend import Kernels
 from jaxoverlap.models.paged import Model
 
@@ -85,6 +86,7 @@ class JaxRunner:
         self._script, self._poison = script, config.poison_future_map
         self._speculator = speculator
         self._resident: _Resident | None = None
+        draft = None if speculator is None else speculator.draft
         num_locs = (self.num_pages + 1) * config.page_size
         shapes = model.cache_shapes(num_locs)
         for shape in shapes:
@@ -97,11 +99,14 @@ class JaxRunner:
             vocab_size=vocab_size,
             poison=self._poison,
             script_len=script.length if script else 0,
+            history_locs=num_locs if speculator else 0,
+            draft_shapes=() if draft is None else draft.cache_shapes(num_locs),
         )
         self._platform = next(iter(self._state.page_table.devices())).platform
         graph, params = nnx.split(model)
         self._parameters = Parameters(model)
-        self._weights = self._parameters.leaves()
+        self._draft_weights = () if draft is None else Parameters(draft).leaves()
+        self._weights = (*self._parameters.leaves(), *self._draft_weights)
         steps = Steps(
             graph=graph,
             tree=jax.tree.structure(params),
@@ -110,6 +115,7 @@ class JaxRunner:
             kernels=Kernels.choose(config.kernels, self._platform),
             poison=self._poison,
             deterministic=config.deterministic,
+            speculator=speculator,
         )
         self._programs = Programs(
             steps,
@@ -118,7 +124,6 @@ class JaxRunner:
             script_len=script.length if script else 0,
             cut=self._cut,
             max_logprobs=self.max_logprobs,
-            speculator=speculator,
         )
 
     @property
@@ -176,6 +181,8 @@ class JaxRunner:
     def sample(self, samples: list[Sample]) -> None:
         """Masks and samples a launch that had `delay_sample`. Raises ValueError for one already sampled."""
         (late,) = samples
+        if late.handle.drafts is not None:
+            return self._score(late.handle, late.mask)
         self._sample(late.handle, late.mask)
 
     def wait(self, handle: Handle) -> StepResult:
@@ -196,6 +203,11 @@ class JaxRunner:
             raise_faults(launch, more[0])
         details = (None, None) if handle.details is None else handle.details.fetch(rows)
         return StepResult(tokens, logprobs=logprobs, output_details=details[0], input_details=details[1])
+
+    def drafts(self, handle: Handle) -> np.ndarray:
+        """int32 [B, drafts] of a verify step whose scoring was delayed; blocks until they are made."""
+        assert handle.drafts is not None
+        return fetching.fetch(handle.drafts)[:, : len(handle.launch.slots)].T
 
     def is_ready(self, handle: Handle) -> bool:
         return handle.outputs is not None and all(x.is_ready() for x in handle.arrays())  # type: ignore[attr-defined]
@@ -220,14 +232,14 @@ class JaxRunner:
         jax.block_until_ready(self._state)
         self._weights = ()  # so that nothing keeps the former ones
         self._parameters.replace(new)
-        self._weights = self._parameters.leaves()
+        self._weights = (*self._parameters.leaves(), *self._draft_weights)
 
     def shutdown(self) -> None:
         """Waits for the device, then lets go of weights, state and programs. Twice is once."""
         leaves = jax.tree.leaves(self._state)
         jax.block_until_ready([leaf for leaf in leaves if not leaf.is_deleted()])  # deleted: a step failed
         self._programs.close()
-        self._weights = ()
+        self._weights = self._draft_weights = ()
         self._parameters = None  # type: ignore[assignment]
         self._resident = None
         self._state = None  # type: ignore[assignment]
@@ -237,12 +249,29 @@ class JaxRunner:
             raise ValueError(f"launch {launch.number} has a mask: make the runner with cut=True")
         if launch.output_details:
             raise ValueError(f"launch {launch.number} wants details of log-probabilities, but verify steps give none")
-        program = self._programs[f"verify_{bucket.rows}"]
-        packed = pack_verify(program.layout, launch, self._write_pages_ahead(launch, bucket.writes))
         handle = Handle(launch, bucket)
-        self._state, outputs = self._call(program, self._weights, self._state, packed)
-        handle.send_back(outputs)
+        page_writes = self._write_pages_ahead(launch, bucket.writes)
+        if launch.mask is None:
+            program = self._programs[f"verify_{bucket.rows}"]
+            packed = pack_verify(program.layout, launch, page_writes)
+            self._state, outputs = self._call(program, self._weights, self._state, packed)
+            handle.send_back(outputs)
+            return handle
+        program = self._programs[f"draft_{bucket.rows}"]
+        packed = pack_verify(program.layout, launch, page_writes, launch.mask)
+        self._state, handle.drafts = self._call(program, self._weights, self._state, packed)
+        if launch.delay_sample:
+            fetching.start(handle.drafts)
+        else:
+            self._score(handle, launch.mask)
         return handle
+
+    def _score(self, handle: Handle, mask: np.ndarray) -> None:
+        drafts, handle.drafts = handle.drafts, None
+        program = self._programs[f"score_{handle.bucket.rows}"]
+        packed = pack_verify(program.layout, handle.launch, handle.launch.page_writes[:, :0], mask)
+        self._state, outputs = self._call(program, self._weights, self._state, drafts, packed)
+        handle.send_back(outputs)
 
     def _resident_or(self, program: Program, packed: np.ndarray) -> np.ndarray | jax.Array:
         """What is on the device already, where it equals `packed`: then nothing goes up."""

@@ -28,7 +28,17 @@ PARAM_COLUMNS = 13
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["cache", "output_tokens", "new_seq_lens", "page_table", "params", "tables", "script"],
+    data_fields=[
+        "cache",
+        "output_tokens",
+        "new_seq_lens",
+        "page_table",
+        "params",
+        "tables",
+        "script",
+        "history",
+        "draft_cache",
+    ],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -43,6 +53,8 @@ class State:
     params: jax.Array  # int32 [rows, PARAM_COLUMNS]
     tables: Tables  # of rows with adjustments
     script: jax.Array | None  # int32 [rows, N], see Script
+    history: jax.Array | None = None  # int32 [locations of the cache], the token at each; with a speculator
+    draft_cache: tuple[jax.Array, ...] = ()  # a draft model's own, in the same locations
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,10 @@ def initial_state(
     vocab_size: int,
     poison: bool,
     script_len: int,
+    history_locs: int = 0,
+    draft_shapes: Sequence[jax.ShapeDtypeStruct] = (),
 ) -> State:
+    """`history_locs`: locations of the cache, where the state keeps the tokens in them."""
     start = POISON if poison else 0
     return State(
         cache=tuple(jnp.zeros(s.shape, s.dtype) for s in cache_shapes),
@@ -72,6 +87,8 @@ def initial_state(
         params=jnp.zeros((rows, PARAM_COLUMNS), jnp.int32),
         tables=Tables.empty(rows, vocab_size),
         script=jnp.full((rows, script_len), -1, jnp.int32) if script_len else None,
+        history=jnp.zeros((history_locs,), jnp.int32) if history_locs else None,
+        draft_cache=tuple(jnp.zeros(s.shape, s.dtype) for s in draft_shapes),
     )
 
 

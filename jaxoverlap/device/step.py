@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,28 +25,10 @@ from jaxoverlap.kernels.future_map import POISON, gather, scatter, take
 from jaxoverlap.kernels.sample import sample
 from jaxoverlap.models.paged import PagedContext
 
-Cache = tuple[jax.Array, ...]
+if TYPE_CHECKING:
+    from jaxoverlap.device.verify import Speculator
+
 Logits = tuple[jax.Array, jax.Array | None]  # f32 [B, V], and the faults int32 [B] with poison
-
-
-class Speculator(Protocol):
-    """How a verify step drafts and accepts, traced into one program."""
-
-    num_draft_tokens: int  # tokens that a row may gain in one step
-
-    def verify(
-        self,
-        model: Any,
-        bonus: jax.Array,
-        forward: Callable[[jax.Array, int, Cache], tuple[jax.Array, Cache]],
-        pick: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]],
-        cache: Cache,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Cache]:
-        """`bonus` int32 [B]: each row's last token, not in the cache yet. `forward(ids [B], ahead, cache)` runs one
-        token a row, `ahead` places behind the rows' lengths; `pick(hidden [B, D], ahead)` samples the one behind it.
-
-        Gives tokens int32 [B, drafts], their log-probabilities, how many count int32 [B], and the cache.
-        """
 
 
 # What the poison check of a row finds.
@@ -75,6 +57,7 @@ class Steps:
     kernels: Kernels
     poison: bool
     deterministic: bool = False
+    speculator: Speculator | None = None
 
     def fused(self, bucket: Bucket, layout: Layout) -> Callable[..., tuple[State, Outputs]]:
         def step(weights: tuple[jax.Array, ...], state: State, packed: jax.Array) -> tuple[State, Outputs]:
@@ -105,48 +88,21 @@ class Steps:
 
         return step
 
-    def verify(self, bucket: Bucket, layout: Layout, speculator: Speculator) -> Callable[..., tuple[State, Outputs]]:
-        """A decode step of several tokens a row: their length and first token come from the FutureMap, since the host
-        hears one launch late how many the step before accepted."""
-
-        def step(weights: tuple[jax.Array, ...], state: State, packed: jax.Array) -> tuple[State, Outputs]:
-            fields = layout.fields(packed)
-            state = _write_pages(state, fields["page_writes"])
-            model = nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
-            slots, rows = fields["slots"], jnp.arange(bucket.rows, dtype=jnp.int32)
-            bonus = gather(state.output_tokens, slots, implementation=self.kernels.future_map_gather)
-            lens = gather(state.new_seq_lens, slots, implementation=self.kernels.future_map_gather)
-
-            def forward(ids: jax.Array, ahead: int, cache: Cache) -> tuple[jax.Array, Cache]:
-                known = {"slots": slots, "seq_lens": jnp.where(slots == 0, 0, lens + ahead + 1)}
-                context = self._context(state, known, rows, rows, jnp.ones_like(rows), is_decode=True)
-                hidden, cache = model(ids, context, cache)
-                return hidden, tuple(cache)
-
-            def pick(hidden: jax.Array, ahead: int) -> tuple[jax.Array, jax.Array]:
-                mask = fields["mask"][:, ahead] if "mask" in fields else None
-                return self._pick(state, model.logits(hidden), slots, lens + ahead + 1, mask)
-
-            tokens, logprobs, accepted, cache = speculator.verify(model, bonus, forward, pick, state.cache)
-            last = jnp.take_along_axis(tokens, accepted[:, None] - 1, axis=1)[:, 0]
-            stashed = scatter(state.output_tokens, slots, last, implementation=self.kernels.future_map_scatter)
-            published = scatter(
-                state.new_seq_lens, slots, lens + accepted, implementation=self.kernels.future_map_scatter
-            )
-            state = dataclasses.replace(state, cache=cache, output_tokens=stashed, new_seq_lens=published)
-            return state, Outputs(jnp.concatenate([tokens.T, _bits(logprobs).T, jnp.stack([accepted, lens, bonus])]))
-
-        return step
+    def model(self, weights: tuple[jax.Array, ...]) -> Any:
+        """Of the weights, those in front; a draft model's are behind them."""
+        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights[: self.tree.num_leaves]))
 
     def _forward(
         self, bucket: Bucket, weights: tuple[jax.Array, ...], state: State, fields: dict[str, jax.Array]
     ) -> tuple[State, jax.Array, jax.Array | None, jax.Array]:
-        state = _write_pages(state, fields["page_writes"])
-        model = nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
+        state = write_page_table(state, fields["page_writes"])
+        model = self.model(weights)
         if not bucket.is_decode:
             state = _write_params(state, fields)
         state, ids, context, faults = self._resolve(bucket, state, fields)
         hidden, cache = model(ids, context, state.cache)
+        if self.speculator is not None:
+            state = self.speculator.extend(weights[self.tree.num_leaves :], ids, context, state)
         logits = model.logits(hidden[context.last_tokens])
         lens = scatter(
             state.new_seq_lens, fields["slots"], fields["seq_lens"], implementation=self.kernels.future_map_scatter
@@ -160,7 +116,7 @@ class Steps:
         slots, rows = fields["slots"], jnp.arange(bucket.rows, dtype=jnp.int32)
         if bucket.is_decode:
             state, ids, faults = self._relayed(state, slots, fields["seq_lens"])
-            context = self._context(state, fields, rows, rows, jnp.ones_like(rows), is_decode=True)
+            context = self.context(state, fields, rows, rows, jnp.ones_like(rows), is_decode=True)
             return state, ids, context, faults
         decoding = rows >= fields["prefills"][0]
         state, relayed, faults = self._relayed(state, jnp.where(decoding, slots, 0), fields["seq_lens"])
@@ -169,7 +125,7 @@ class Steps:
         token_rows = jnp.minimum(behind, bucket.rows - 1)
         ids = jnp.where(decoding[token_rows], relayed[token_rows], fields["ids"])
         starts = ends - fields["extend_lens"]
-        context = self._context(state, fields, token_rows, starts, fields["extend_lens"], is_decode=False)
+        context = self.context(state, fields, token_rows, starts, fields["extend_lens"], is_decode=False)
         return state, ids, context.by_token() if self.deterministic else context, faults
 
     def _relayed(
@@ -185,7 +141,7 @@ class Steps:
         faults = jnp.where(slots == 0, FAULT_NONE, jnp.where(tokens == POISON, FAULT_UNWRITTEN, faults))
         return dataclasses.replace(state, output_tokens=output_tokens), jnp.maximum(tokens, 0), faults
 
-    def _context(
+    def context(
         self,
         state: State,
         fields: dict[str, jax.Array],
@@ -227,13 +183,13 @@ class Steps:
         mask: jax.Array | None,
     ) -> tuple[State, jax.Array]:
         slots, positions = fields["slots"], fields["seq_lens"]
-        tokens, logprobs = self._pick(state, logits, slots, positions, mask)
+        tokens, logprobs = self.pick(state, logits, slots, positions, mask)
         stashed = scatter(state.output_tokens, slots, tokens, implementation=self.kernels.future_map_scatter)
-        fetched = [tokens, _bits(logprobs), *([] if faults is None else [faults])]
+        fetched = [tokens, bits(logprobs), *([] if faults is None else [faults])]
         tables = state.tables.count(slots, tokens, counted(state.params[slots], positions))
         return dataclasses.replace(state, output_tokens=stashed, tables=tables), jnp.stack(fetched)
 
-    def _pick(
+    def pick(
         self, state: State, logits: jax.Array, slots: jax.Array, positions: jax.Array, mask: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """The token at `positions` int32 [B] of each row, and its log-probability."""
@@ -244,7 +200,7 @@ class Steps:
         return sample(logits, row_params(columns), positions, mask, forced, adjustments, implementation=chosen)
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
@@ -254,7 +210,7 @@ def write_pages(page_table: jax.Array, packed: jax.Array) -> jax.Array:
     return page_table.at[slots, index].set(pages)
 
 
-def _write_pages(state: State, page_writes: jax.Array) -> State:
+def write_page_table(state: State, page_writes: jax.Array) -> State:
     slots, index, pages = page_writes
     return dataclasses.replace(state, page_table=state.page_table.at[slots, index].set(pages))
 

@@ -19,32 +19,37 @@ from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Launch, Request, Runner, Sample, StepResult
 from jaxoverlap.device.buckets import Bucket, Buckets, largest_extend
 from jaxoverlap.device.runner import JaxRunner, Progress
-from jaxoverlap.device.state import Script
-from jaxoverlap.device.step import Cache
+from jaxoverlap.device.state import Script, State
+from jaxoverlap.device.verify import VerifyStep, Weights
 from jaxoverlap.models.checksum import ChecksumModel
+from jaxoverlap.models.paged import PagedContext
 from jaxoverlap.replay.scenario import Scenario
+
+WRONG = -1  # a draft that no token equals
 
 
 class ToySpeculator:
     """The scenarios' speculation: on a context c and its next token b it accepts 1 + (h(c + [b]) // span) % drafts
     tokens of the model's own continuation, h being the checksum model's hash."""
 
+    draft = None
+
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_draft_tokens = num_draft_tokens
 
-    def verify(
-        self, model: ChecksumModel, bonus: jax.Array, forward: Any, pick: Any, cache: Cache
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Cache]:
-        ids, tokens, logprobs = bonus, [], []
-        accepted = jnp.ones_like(bonus)
-        for ahead in range(self.num_draft_tokens):
-            hidden, cache = forward(ids, ahead, cache)
+    def extend(self, weights: Weights, ids: jax.Array, context: PagedContext, state: State) -> State:
+        return state
+
+    def propose(self, step: VerifyStep, weights: Weights, state: State) -> tuple[jax.Array, State]:
+        ids, cache, drafts = step.bonus, state.cache, []
+        accepted = jnp.ones_like(ids)
+        for ahead in range(self.num_draft_tokens - 1):
+            hidden, cache = step.model(ids, step.context(state, 1, ahead), cache)
             if ahead == 0:
-                accepted = 1 + hidden[:, 0] // model.config.span % self.num_draft_tokens
-            ids, logprob = pick(hidden, ahead)
-            tokens.append(ids)
-            logprobs.append(logprob)
-        return jnp.stack(tokens, 1), jnp.stack(logprobs, 1), accepted, cache
+                accepted = 1 + hidden[:, 0] // step.model.config.span % self.num_draft_tokens
+            ids, _ = step.pick(state, step.model.logits(hidden), ahead)
+            drafts.append(jnp.where(ahead + 1 < accepted, ids, WRONG))
+        return jnp.stack(drafts), dataclasses.replace(state, cache=cache)
 
 
 class ReplayDevice:
@@ -90,6 +95,7 @@ class ReplayDevice:
             model_path="checksum",
             max_running_requests=self.ranks * self.slots,
             max_total_tokens=self.ranks * self.locations,
+            speculative_algorithm="EAGLE" if drafts else "none",
             speculative_num_draft_tokens=drafts,
         )
         decode = Bucket(self.slots, self.slots, self.slots * max(1, 2 * drafts), is_decode=True)

@@ -172,6 +172,7 @@ def _parse_config(raw: dict[str, Any]) -> dict[str, Any]:
         if name == "speculative":
             _check_fields("config.speculative", value, dict.fromkeys(SPECULATIVE, COUNT), required=tuple(SPECULATIVE))
             config |= {SPECULATIVE[key]: number for key, number in value.items()}
+            config["speculative_algorithm"] = "EAGLE"
         elif name in SAME_NAME:
             config[name] = value
         else:

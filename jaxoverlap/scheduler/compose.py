@@ -103,7 +103,11 @@ def facts(batch: Batch | None) -> np.ndarray:
 def snapshot(s: Scheduler, batch: Batch) -> Launch:
     """The batch as it is launched now. Takes the page-table entries that changed since the last launch along."""
     s.counters.launches += 1
-    delay_sample = batch.has_grammar and not s.config.disable_overlap_schedule and not s.is_speculative
+    verifies = s.is_speculative and batch.mode.is_decode
+    if verifies:  # masks follow from the drafts, but for the toy grammars of the traces, which know them all
+        delay_sample = batch.has_grammar and s.config.speculative_algorithm != "EAGLE"
+    else:
+        delay_sample = batch.has_grammar and not s.config.disable_overlap_schedule and not s.is_speculative
     launch = Launch(
         number=s.counters.launches,
         mode=batch.mode,
@@ -125,7 +129,7 @@ def snapshot(s: Scheduler, batch: Batch) -> Launch:
         is_extend_in_batch=batch.is_extend_in_batch,
         global_num_tokens=batch.global_num_tokens,
     )
-    if batch.has_grammar and not delay_sample:
+    if batch.has_grammar and (verifies or not delay_sample):
         launch = dataclasses.replace(launch, mask=fill_masks(s, launch))
     elif batch.has_grammar and s.config.delay_sampling == "when-needed":
         mask = known_masks(s, launch)

@@ -74,7 +74,7 @@ def process_input_requests(s: Scheduler) -> Turn:
 
 def accept(s: Scheduler, request: Request) -> None:
     """Clamps the output cap so that the request alone always fits, and queues it."""
-    prompt, total, page = request.prompt_len, s.max_total_tokens, s.config.page_size
+    prompt, total, page = request.prompt_len, s.max_total_tokens - s.verify_room, s.config.page_size
     asked = request.params.max_new_tokens
     limits = [min(s.context_length - 1, total - 1) - prompt - 1, total - s.kv.ceil_page(prompt) - page - 1]
     request.max_new_tokens = max(0, min(limits if asked is None else [asked, *limits]))

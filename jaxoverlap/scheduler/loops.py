@@ -3,13 +3,13 @@ by a driver (core.Turn), so that tests can turn it by hand and several ranks can
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jaxoverlap.core import Sample, Turn, Wait
+from jaxoverlap.core import Drafts, Launch, Sample, Turn, Wait
 from jaxoverlap.scheduler.compose import get_next_batch_to_run, snapshot
 from jaxoverlap.scheduler.idle import on_idle
 from jaxoverlap.scheduler.intake import process_input_requests
-from jaxoverlap.scheduler.masks import fill_masks
+from jaxoverlap.scheduler.masks import draft_masks, fill_masks
 from jaxoverlap.scheduler.overlap import is_disable_overlap_for_batch
 from jaxoverlap.scheduler.results import pop_and_process, process_batch_result
 
@@ -30,6 +30,7 @@ def event_loop_normal(s: Scheduler) -> Turn:
     if batch is not None:
         launch = snapshot(s, batch)
         handle = yield launch
+        yield from mask_drafts(s, launch, handle)
         result = yield Wait(launch, handle)
         process_batch_result(s, launch, result)
     else:
@@ -56,14 +57,24 @@ def event_loop_overlap(s: Scheduler) -> Turn:
         handle = yield launch
         s.result_queue.append((launch, handle))
         s.note("push", launch.number)
+        yield from mask_drafts(s, launch, handle)
     if s.last_batch is not None:
         if not disable_overlap:
             yield from pop_and_process(s)
     elif batch is None:
         on_idle(s)
-    if batch is not None and launch.delay_sample:
+    if batch is not None and launch.delay_sample and launch.mask is None:
         mask = fill_masks(s, launch)
         if s.watch is not None:
             s.watch.mark("mask")
         yield Sample(launch, handle, mask)
     s.last_batch = batch
+
+
+def mask_drafts(s: Scheduler, launch: Launch, handle: Any) -> Turn:
+    """A verify step with grammar rows waits for its drafts, as SGLang's does, and is scored under their masks."""
+    if launch.delay_sample and launch.mask is not None:
+        mask = draft_masks(s, launch, (yield Drafts(launch, handle)))
+        if s.watch is not None:
+            s.watch.mark("mask")
+        yield Sample(launch, handle, mask)

@@ -14,8 +14,15 @@ if TYPE_CHECKING:
 
 
 def fill_masks(s: Scheduler, launch: Launch) -> np.ndarray:
-    """int32 [B, ahead, ceil(vocab / 32)], allowed ids as bits; rows without a live grammar allow everything."""
-    return _fill(s, launch, [(i, r.grammar) for i, r in _grammar_rows(launch)])
+    """int32 [B, ahead, ceil(vocab / 32)], allowed ids as bits; rows without a live grammar allow everything, and so do
+    all places but the first of a verify step whose masks follow from its drafts."""
+    rows = [(i, r.grammar) for i, r in _grammar_rows(launch)]
+    ahead = s.config.speculative_num_draft_tokens if s.is_speculative and launch.mode.is_decode else 1
+    if ahead == 1 or not launch.delay_sample:
+        return _fill(s, launch, rows, ahead)
+    words = _fill(s, launch, rows, 1)
+    behind = np.full((len(words), ahead - 1, words.shape[2]), -1, np.int32)
+    return np.concatenate([words, behind], axis=1)
 
 
 def known_masks(s: Scheduler, launch: Launch) -> np.ndarray | None:
@@ -31,7 +38,29 @@ def known_masks(s: Scheduler, launch: Launch) -> np.ndarray | None:
         else:
             assert r.grammar is not None
             rows.append((i, r.grammar.after(r.forced_token)))
-    return _fill(s, launch, rows)
+    return _fill(s, launch, rows, 1)
+
+
+def draft_masks(s: Scheduler, launch: Launch, drafts: np.ndarray) -> np.ndarray:
+    """The masks of all places of a verify step, each in the state that the drafts before it (of int32 [B, drafts]) lead
+    to. Behind a draft that its mask forbids, and behind the grammar's end, masks allow nothing: the row's run ends
+    there. The requests' own grammars do not move."""
+    assert launch.mask is not None
+    words = launch.mask.copy()
+    for i, r in _grammar_rows(launch):
+        grammar = r.grammar
+        assert grammar is not None
+        if grammar.is_terminated():
+            continue
+        for j, token in enumerate(drafts[i].tolist()):
+            words[i, j + 1 :] = 0
+            if not words[i, j, token // 32] >> token % 32 & 1:
+                break
+            grammar = grammar.after(token)
+            if grammar.is_terminated():
+                break
+            grammar.fill_mask(words[i, j + 1 : j + 2], 1)
+    return words
 
 
 def _grammar_rows(launch: Launch) -> list[tuple[int, Request]]:
@@ -44,9 +73,7 @@ def _sampled_rows(launch: Launch) -> list[tuple[int, int]]:
     return [(int(launch.slots[i]), int(launch.epochs[i])) for i in rows]
 
 
-def _fill(s: Scheduler, launch: Launch, rows: Sequence[tuple[int, Grammar | None]]) -> np.ndarray:
-    verifies = s.is_speculative and launch.mode.is_decode
-    ahead = s.config.speculative_num_draft_tokens if verifies else 1
+def _fill(s: Scheduler, launch: Launch, rows: Sequence[tuple[int, Grammar | None]], ahead: int) -> np.ndarray:
     words = np.full((len(launch.requests), ahead, -(-s.vocab_size // 32)), -1, np.int32)
     live = [(i, grammar) for i, grammar in rows if grammar is not None and not grammar.is_terminated()]
     if live:

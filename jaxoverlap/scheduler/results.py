@@ -119,6 +119,7 @@ def process_verify(s: Scheduler, launch: Launch, result: StepResult) -> None:
         r, slot = launch.requests[i], launch.slots[i : i + 1]
         table.verify_len[slot] = table.prompt_len[slot] + table.output_len[slot] - 1
         run = [int(t) for t in result.tokens[i, : result.accept_lens[i]]]
+        count_drafts(s, r, len(run) - 1)
         if r.grammar is not None:
             run = accept_run(r, run)
         for j, token in enumerate(run):
@@ -128,6 +129,15 @@ def process_verify(s: Scheduler, launch: Launch, result: StepResult) -> None:
         s.counters.output_tokens += len(run)
         s.row("committed", r, run)
         check_finish(s, r, len(run), grammar_done=True)
+
+
+def count_drafts(s: Scheduler, r: Request, accepted: int) -> None:
+    """Of one verify step, whether or not the request goes on to the end of its run."""
+    if r.accepted_drafts is None:
+        r.accepted_drafts = np.zeros(s.config.speculative_num_draft_tokens, np.int64)
+    r.accepted_drafts[accepted] += 1
+    s.counters.verified_rows += 1
+    s.counters.accepted_drafts += accepted
 
 
 def accept_run(r: Request, run: list[int]) -> list[int]:

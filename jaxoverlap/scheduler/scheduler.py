@@ -35,6 +35,8 @@ class Counters:
     finished: int = 0
     aborted: int = 0
     retracted: int = 0
+    verified_rows: int = 0  # of verify steps, those handled
+    accepted_drafts: int = 0
     dropped_rows: int = 0  # of requests that had ended, been retracted or aborted meanwhile
     overlap_disabled: int = 0
     sampling_delayed: int = 0  # launches with a grammar row, sampled when the result before was handled
@@ -104,7 +106,7 @@ class Scheduler:
             self.slots,
             self.max_total_tokens,
             prefix_cache=not config.disable_radix_cache,
-            bigram=self.is_speculative,
+            bigram=config.speculative_algorithm == "EAGLE",
         )
         self.new_token_ratio = NewTokenRatio(config)
         self.policy = make_policy(config, self.kv)
@@ -153,10 +155,17 @@ class Scheduler:
     def max_prompt_len(self) -> int:
         """Longest prompt that is admitted: SGLang's limit (under min(context, pool) - 1 - 5), and no more than what
         leaves a token to generate: with pages, SGLang admits longer ones, which then wait for ever or give nothing."""
+        page, total = self.config.page_size, self.max_total_tokens - self.verify_room
+        return min(self.context_length - 7, total - 7, (total - 2) // page * page - page)
+
+    @property
+    def verify_room(self) -> int:
+        """Tokens of the pool that no request alone may fill, so that its verify steps fit. SGLang, whose traces are
+        EAGLE's, keeps none and aborts the request."""
+        if self.config.speculative_algorithm in ("none", "EAGLE"):
+            return 0
         page = self.config.page_size
-        return min(
-            self.context_length - 7, self.max_total_tokens - 7, (self.max_total_tokens - 2) // page * page - page
-        )
+        return (-(-self.config.verify_reserve // page) + 1) * page
 
     @property
     def is_idle(self) -> bool:

@@ -36,6 +36,7 @@ class Span:
     mode: str = ""
     rows: int = 0
     cause: str = ""
+    tokens: int = 0  # of a device step that verifies: what its rows gained, drafts that counted included
 
     @property
     def length(self) -> float:

@@ -42,6 +42,8 @@ def chrome_trace(traces: Mapping[str, Trace]) -> dict[str, Any]:
 def _event(span: Span, pid: int, tid: int, origin: float) -> dict[str, Any]:
     name = f"{span.mode} {span.launch}" if span.kind == "step" else span.kind
     args = {"turn": span.turn, "launch": span.launch, "mode": span.mode, "rows": span.rows, "cause": span.cause}
+    if span.tokens:
+        args["tokens"] = span.tokens
     ts, dur = 1e6 * (span.begin - origin), 1e6 * span.length
     return {"name": name, "ph": "X", "ts": ts, "dur": dur, "pid": pid, "tid": tid, "args": args}
 

@@ -7,6 +7,7 @@ number, its ForwardMode, its rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from jaxoverlap.trace.events import Span, Trace
@@ -21,7 +22,8 @@ COMPILED = 6  # number: the launch's call compiled
 READY = 7  # number, time: the launch was first seen ready
 SPANS = 8  # number, [(kind, begin, end)]: the device's own times
 FORWARD = 9  # number, time: the launch's forward was first seen ready, before its sampling was asked for
-LENGTH = {TURN: 1, END: 1, MARK: 2, ASK: 6, STREAM: 2, CAUSE: 1, COMPILED: 1, READY: 2, SPANS: 2, FORWARD: 2}
+GAINED = 10  # number, tokens that the rows of a verify step gained
+LENGTH = {TURN: 1, END: 1, MARK: 2, ASK: 6, STREAM: 2, CAUSE: 1, COMPILED: 1, READY: 2, SPANS: 2, FORWARD: 2, GAINED: 2}
 NOTHING = (0, "", 0)
 
 
@@ -34,7 +36,9 @@ def read(log: list[Any]) -> Trace:
     for kind, begin, end, turn, launch, mode, rows in raw:
         cause = "compile" if kind == "launch" and launch in compiled else causes.get(turn, "")
         host.append(Span(kind, begin, end, turn, launch, mode, rows, cause))
-    return Trace(host, _device(entries, host))
+    gained = {values[0]: values[1] for tag, *values in entries if tag == GAINED}
+    device = [replace(s, tokens=gained[s.launch]) if s.launch in gained else s for s in _device(entries, host)]
+    return Trace(host, device)
 
 
 def _entries(log: list[Any]) -> Iterator[tuple[Any, ...]]:

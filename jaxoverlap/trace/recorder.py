@@ -8,12 +8,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from jaxoverlap.core import Launch, Runner, Sample, Sync, Turn, Wait
+from jaxoverlap.core import Drafts, Launch, Runner, Sample, Sync, Turn, Wait
 from jaxoverlap.driver import Driver
 from jaxoverlap.trace.events import Trace
-from jaxoverlap.trace.read import ASK, CAUSE, COMPILED, END, FORWARD, MARK, READY, SPANS, STREAM, TURN, read
+from jaxoverlap.trace.read import ASK, CAUSE, COMPILED, END, FORWARD, GAINED, MARK, READY, SPANS, STREAM, TURN, read
 
-KINDS: dict[type, str] = {Launch: "launch", Sample: "sample", Wait: "wait", Sync: "sync"}
+KINDS: dict[type, str] = {Launch: "launch", Sample: "sample", Wait: "wait", Sync: "sync", Drafts: "wait"}
 ANNOTATIONS: dict[type, tuple[str, ...]] = {
     Launch: ("run_batch",),
     Sample: ("launch_batch_sample_if_needed",),
@@ -68,6 +68,8 @@ class Recorder(Driver):
                 note((ASK, KINDS[kind], asked, done, launch.number, launch.mode, len(launch.requests)))
                 if self._tells_compiles and self.runner.compiles != compiles:  # type: ignore[attr-defined]
                     note((COMPILED, launch.number))
+                if kind is Wait and answer.accept_lens is not None:
+                    note((GAINED, launch.number, int(answer.accept_lens.sum())))
                 if self._tells_spans:
                     if kind is Wait:
                         note((SPANS, launch.number, self.runner.device_spans(ask.handle)))  # type: ignore[attr-defined]
@@ -142,6 +144,7 @@ class Annotator(Recorder):
             Launch: ["run_batch"],
             Sample: ["launch_batch_sample_if_needed"],
             Wait: ["process_batch_result", "wait"],
+            Drafts: ["wait"],
         }
         for name in names[type(ask)]:
             self._enter(name)

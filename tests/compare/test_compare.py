@@ -194,3 +194,27 @@ def test_the_demo_model(demo_model, capsys):
     data = json.loads(capsys.readouterr().out)
     assert data["tokens_equal"] is True
     assert np.isfinite(data["loops"]["overlap"]["step_ms"]["p50"])
+
+
+def test_speculative_drafts_beside_none(capsys):
+    argv = ["compare", "--model", "checksum", "--speculative", "ngram", "--prompt-len", "8", "--batch", "3"]
+    argv += ["--max-new-tokens", "6", "--repeats", "1", "--max-total-tokens", "256", "--context-length", "64"]
+    assert cli.main([*argv, "--json", "-"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    drafts = data["speculative"]
+    assert drafts["same_tokens"]
+    assert drafts["tokens_equal"]
+    assert "accept_rates" not in data["loops"]["normal"]
+    for loop in drafts["loops"].values():
+        assert len(loop["accept_rates"]) == 3
+        assert loop["tokens_a_verify_step"] == pytest.approx(1 + sum(loop["accept_rates"]))
+
+
+def test_drafts_that_cannot_be_made(capsys):
+    for extra, part in (
+        (["--speculative", "draft"], "speculative_draft_layers"),
+        (["--speculative", "ngram", "--speculative-draft-layers", "3"], "speculative_draft_layers needs"),
+        (["--speculative-num-draft-tokens", "3"], "needs speculative_algorithm"),
+    ):
+        assert cli.main(["compare", "--model", "checksum", *extra]) == 2
+        assert part in capsys.readouterr().err

@@ -254,7 +254,8 @@ def test_what_is_refused(runner):
 
 
 def test_a_verify_step_gives_none():
-    config = EngineConfig(model_path="checksum", max_running_requests=2, max_logprobs=K, speculative_num_draft_tokens=2)
+    drafts = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 2}
+    config = EngineConfig(model_path="checksum", max_running_requests=2, max_logprobs=K, **drafts)
     speculating = JaxRunner(
         ChecksumModel(), config, max_total_tokens=64, context_length=32, speculator=ToySpeculator(2)
     )

@@ -57,6 +57,7 @@ def run(scripts, cuts, overlap, text=None, prompts=None, caps=None, stop=None, s
         disable_overlap_schedule=not overlap,
         speculative_num_steps=DRAFTS - 1,
         speculative_num_draft_tokens=DRAFTS,
+        speculative_algorithm="EAGLE",
         max_total_tokens=1024,
         audit=True,
         **config,
@@ -283,7 +284,8 @@ def test_ignore_eos_ignores_stop_ids_but_not_stop_strings(overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("token", [-1, 1000])
 def test_a_token_outside_the_vocabulary_ends_the_request_with_an_error(token, overlap):
-    h = Harness(disable_overlap_schedule=not overlap, speculative_num_steps=7, speculative_num_draft_tokens=8)
+    drafts = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 7, "speculative_num_draft_tokens": 8}
+    h = Harness(disable_overlap_schedule=not overlap, **drafts)
     h.runner = Scripted({"a": [50, 51, token, 52]}, {"a": [1, 1, 1]})
     r = h.submit("a", [100, 101], 20)
     h.run()

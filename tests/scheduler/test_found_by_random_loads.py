@@ -2,7 +2,7 @@
 
 from harness import EOS, Harness
 
-SPECULATION = {"speculative_num_steps": 2, "speculative_num_draft_tokens": 3}
+SPECULATION = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 2, "speculative_num_draft_tokens": 3}
 
 
 def test_abort_shows_no_token_behind_a_stop():

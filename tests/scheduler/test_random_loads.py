@@ -49,6 +49,7 @@ def configs(draw):
         "overrun": draw(st.sampled_from(["sglang", "skip-known"])),
         "finish_order": draw(st.sampled_from(["sglang", "stop-first"])),
         "random_seed": 0,
+        "speculative_algorithm": "EAGLE" if drafts else "none",
         "speculative_num_steps": 2 if drafts else 0,
         "speculative_num_draft_tokens": drafts,
     }

@@ -1,0 +1,114 @@
+"""Grammars with speculation, tests/README.md H9: every output is that of plain decoding under the grammar."""
+
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers_engine import byte_level_tokenizer, check_all_back
+from helpers_speculative import RULES, RuleSpeculator, engine_on, make_runner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "grammar"))
+from helpers_grammar import byte_backend
+from test_engine_grammars import GRAMMARS, MODEL, check_ended, expected, params, random_load, run_load
+
+from jaxoverlap.models.checksum import ChecksumModel
+from jaxoverlap.speculative.ngram import NgramSpeculator
+
+CONTEXT, TOTAL, TOKENS = 160, 480, 4
+FORCED = "start of a long forced run: "
+
+
+class TextSpeculator:
+    """Drafts the text, token i at output i of a prompt of `prompt_len` tokens."""
+
+    draft = None
+    num_draft_tokens = TOKENS
+
+    def __init__(self, text, prompt_len):
+        self.ids = jnp.asarray(list(text.encode()), jnp.int32)
+        self.prompt_len = prompt_len
+
+    def extend(self, weights, ids, context, state):
+        return state
+
+    def propose(self, step, weights, state):
+        at = step.lens - self.prompt_len + 1
+        return jnp.stack([self.ids.at[at + i].get(mode="clip") for i in range(TOKENS - 1)]), state
+
+
+@pytest.fixture(scope="module")
+def backend():
+    backend = byte_backend()
+    yield backend
+    backend.shutdown()
+
+
+def runner_with(speculator):
+    return make_runner(speculator, model=ChecksumModel(MODEL), total=TOTAL, context=CONTEXT, cut=True)
+
+
+def engine(runner, backend, loop):
+    model = ChecksumModel(MODEL)
+    tokenizer = byte_level_tokenizer()
+    return engine_on(runner, loop, model=model, total=TOTAL, context=CONTEXT, tokenizer=tokenizer, backend=backend)
+
+
+DRAFTS = {
+    "illegal": TextSpeculator("}" * 4, 0),
+    "right": RuleSpeculator(TOKENS, RULES["always"]),
+    "ngram": NgramSpeculator(TOKENS),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_random_loads(backend, name):
+    runner = runner_with(DRAFTS[name])
+    compiled = runner.compiles
+    for seed in range(8):
+        load = random_load(np.random.default_rng(seed), 60, 40)
+        for loop in ("overlap", "normal"):
+            served = engine(runner, backend, loop)
+            results = run_load(served, load)
+            for (_, prompt, sampling, abort), result in zip(load, results):
+                want, got = expected(backend, prompt, sampling), result["output_ids"]
+                if result["meta_info"]["finish_reason"]["type"] == "abort":
+                    assert abort is not None
+                    assert got == want[: len(got)]
+                else:
+                    assert got == want
+                    check_ended(sampling, result)
+            check_all_back(served)
+    assert runner.compiles == compiled
+    runner.shutdown()
+
+
+@pytest.mark.parametrize("loop", ["overlap", "normal"])
+def test_a_forced_run_takes_a_step_for_each_so_many_tokens(backend, loop):
+    """One token from the prefill, then TOKENS a step while the drafts are the forced text; a free row beside it keeps
+    its own pace."""
+    prompt = [50, 51, 52]
+    runner = runner_with(TextSpeculator(FORCED, len(prompt)))
+    served = engine(runner, backend, loop)
+    sampling = params(len(FORCED), regex=FORCED + "[0-9]{2}")
+    forced, free = served.generate(input_ids=[prompt, [60, 61, 62]], sampling_params=[sampling, params(6)])
+    assert forced["text"] == FORCED
+    assert forced["meta_info"]["spec_verify_ct"] == -(-(len(FORCED) - 1) // TOKENS)
+    assert free["output_ids"] == expected(backend, [60, 61, 62], params(6))
+    runner.shutdown()
+
+
+@pytest.mark.parametrize("loop", ["overlap", "normal"])
+def test_the_grammar_takes_the_final_tokens_only(backend, loop):
+    """Drafts that the grammar allows and the model does not pick leave no trace in the matcher: text allowed by the
+    grammar is drafted all along, and the rest of the output is still what the oracle says."""
+    prompt = [50, 51, 52]
+    runner = runner_with(TextSpeculator("abcdefghijklmnopqrstuvwxyz" * 2, len(prompt)))
+    served = engine(runner, backend, loop)
+    for more in GRAMMARS:
+        sampling = params(**more)
+        result = served.generate(input_ids=prompt, sampling_params=sampling)
+        assert result["output_ids"] == expected(backend, prompt, sampling)
+        check_ended(sampling, result)
+    runner.shutdown()
