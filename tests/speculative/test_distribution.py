@@ -11,7 +11,8 @@ from scipy import stats
 
 VOCAB, TOKENS = 24, 4
 RNG = np.random.default_rng(5)
-TARGET, DRAFT = RNG.normal(size=VOCAB) * 1.5, RNG.normal(size=VOCAB) * 1.5
+TARGET = RNG.normal(size=VOCAB) * 1.5
+DRAFT = TARGET + RNG.normal(size=VOCAB) * 0.8
 REQUESTS, LENGTH = 50, 400  # 20,000 draws
 SAMPLING = [
     {"temperature": 0.7, "top_k": 9},
