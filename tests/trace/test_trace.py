@@ -157,7 +157,7 @@ def test_records_are_flat():
     assert [r["lane"] for r in records] == ["host", "host", "launch", "device", "wait"]
     assert records[3] == {
         "lane": "device", "kind": "step", "begin": 1 * MS, "end": 8 * MS,
-        "turn": 1, "launch": 1, "mode": "DECODE", "rows": 1, "cause": "",
+        "turn": 1, "launch": 1, "mode": "DECODE", "rows": 1, "cause": "", "tokens": 0,
     }  # fmt: skip
 
 
