@@ -83,8 +83,8 @@ def expected_rate(demo_model, layers, cases):
     ("layers", "some"),
     [
         (25, slice(4)),
-        pytest.param(25, slice(None), marks=pytest.mark.slow),
-        pytest.param(28, slice(None), marks=pytest.mark.slow),
+        pytest.param(25, slice(None), marks=pytest.mark.soak),
+        pytest.param(28, slice(None), marks=pytest.mark.soak),
     ],
 )
 def test_one_draft_of_the_first_layers(demo_model, layers, some):
@@ -93,7 +93,7 @@ def test_one_draft_of_the_first_layers(demo_model, layers, some):
     assert rate == pytest.approx(expected_rate(demo_model, layers, CASES[some]), abs=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("drafts", [3, 5])
 @pytest.mark.parametrize("layers", [25, 28])
 def test_chains_of_the_first_layers(demo_model, layers, drafts):
@@ -101,13 +101,19 @@ def test_chains_of_the_first_layers(demo_model, layers, drafts):
     assert 0 < run(demo_model, drafts + 1, CASES, **settings) < 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("drafts", [1, 3, 5])
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        pytest.param(1, marks=pytest.mark.soak),
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(5, marks=pytest.mark.soak),
+    ],
+)
 def test_ngram(demo_model, drafts):
     assert 0 < run(demo_model, drafts + 1, CASES, speculative_algorithm="NGRAM") < 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_draft_model(demo_model):
     """The model as its own draft: nearly every draft is its own token."""
     settings = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(demo_model)}

@@ -26,7 +26,7 @@ QUICK = [(1, "mixed"), (4, "ngram"), (16, "always")]
 REST = [(page, name) for page in (1, 4, 16) for name in (*RULES, "ngram") if (page, name) not in QUICK]
 
 
-@pytest.mark.parametrize(("page", "name"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in REST)])
+@pytest.mark.parametrize(("page", "name"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.soak) for one in REST)])
 def test_random_loads(page, name):
     speculator = NgramSpeculator(4) if name == "ngram" else RuleSpeculator(4, RULES[name])
     runner = make_runner(speculator, page_size=page)
