@@ -58,6 +58,7 @@ class RequestFactory:
                 raise RequestError(f"{name} must be a bool, not {type(getattr(given, name)).__name__}")
         self._check_priority(given.priority)
         ids = self._prompt(given)
+        details = self._details(given, ids)
         seed = params.sampling_seed
         if seed is None:
             seed = int(self._seeds.integers(1 << 32, dtype=np.uint32))
@@ -69,7 +70,7 @@ class RequestFactory:
             text=given.prompt,
             stream=given.stream,
             return_logprob=given.return_logprob,
-            details=self._details(given, ids),
+            details=details,
             priority=given.priority,
             seed=seed,
             stop_ids=tuple(dict.fromkeys(stop_ids)),
@@ -106,6 +107,8 @@ class RequestFactory:
             raise RequestError(f"sampling_params: {e}") from None
         try:
             schema = schema_of(request.response_format)
+            if schema is not None and params.json_schema is not None:
+                raise ValueError("json_schema is given too: only one grammar at a time")
             params = params if schema is None else replace(params, json_schema=schema)
         except ValueError as e:
             raise RequestError(f"response_format: {e}") from None

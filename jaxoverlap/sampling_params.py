@@ -14,6 +14,7 @@ from jaxoverlap.stop_regex import compile_stop_regex
 
 INT32_MAX = (1 << 31) - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 INTEGERS = (  # name, lowest, highest
     ("max_new_tokens", 0, INT32_MAX),
     ("top_k", -1, INT32_MAX),
@@ -89,7 +90,7 @@ class SamplingParams:
             self._keep(name, bool(getattr(self, name)))
         for name, off in NOT_ENFORCED.items():
             value = getattr(self, name)
-            if value != off or isinstance(value, bool) != isinstance(off, bool):
+            if value is not off:
                 raise ValueError(f"{name} is not supported yet: leave it at {off!r}")
         if isinstance(self.json_schema, dict):
             self._keep("json_schema", _json("json_schema", self.json_schema))
@@ -97,6 +98,7 @@ class SamplingParams:
         for name in given:
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a string, not {type(getattr(self, name)).__name__}")
+            _check_unicode(name, getattr(self, name))
         if len(given) > 1:
             raise ValueError(f"only one grammar at a time: {' and '.join(given)} were given")
 
@@ -121,7 +123,7 @@ class SamplingParams:
         for name in ("frequency_penalty", "presence_penalty"):
             self._keep(name, _number(name, getattr(self, name), -2.0, 2.0))
         penalty = self.repetition_penalty
-        self._keep("repetition_penalty", _number("repetition_penalty", penalty, 0.0, 2.0, open_low=True))
+        self._keep("repetition_penalty", _number("repetition_penalty", penalty, FLOAT32_TINY, 2.0))
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}")
         self._keep("logit_bias", _biases(self.logit_bias))
@@ -166,11 +168,15 @@ def _strings(name: str, values: Any) -> tuple[str, ...]:
             raise ValueError(f"{name} must hold strings, not {type(s).__name__}")
         if not s:
             raise ValueError(f"{name} must not hold an empty string")
-        try:
-            s.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{name} must hold valid Unicode, not {s!r}") from None
+        _check_unicode(name, s)
     return tuple(values or ())
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must hold valid Unicode, not {text[:80]!r}") from None
 
 
 def _biases(given: Any) -> dict[int, float] | None:

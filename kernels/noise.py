@@ -17,6 +17,9 @@ _PARITY = 0x1BD11BDA
 _ROUNDS = 5  # of four rotations
 
 
+CEILING = 1.0e38  # of a logit over the temperature: above it differences would be inf - inf
+
+
 def threefry(key: Key, high: jax.Array, low: jax.Array) -> Key:
     """The block cipher on two uint32 words of one shape."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(_PARITY))

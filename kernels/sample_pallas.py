@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxoverlap.kernels.backend import triton_params
-from jaxoverlap.kernels.noise import gumbel, step_key
+from jaxoverlap.kernels.noise import CEILING, gumbel, step_key
 
 if TYPE_CHECKING:
     from jaxoverlap.kernels.sample import Adjustments, RowParams
@@ -95,8 +95,8 @@ def _kernel(
     def scaled(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Ids, logits over the temperature, probabilities over the largest one, places in the floats' order."""
         ids, _, x = load(i)
-        x = x / temperature
-        return ids, x, jnp.exp(x - top / temperature), _order(x)
+        x = jnp.minimum(x / temperature, CEILING)
+        return ids, x, jnp.exp(x - jnp.minimum(top / temperature, CEILING)), _order(x)
 
     by_k, by_p = (top_k > 0) & (top_k < vocab), top_p < 1.0
     wanted = (greedy == 0) & (by_k | by_p)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoverlap.kernels.noise import gumbel, step_key
+from jaxoverlap.kernels.noise import CEILING, gumbel, step_key
 
 if TYPE_CHECKING:
     from jaxoverlap.kernels.sample import Adjustments, RowParams
@@ -66,7 +66,7 @@ def unpack_mask(mask: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def _draw(logits: jax.Array, params: RowParams, positions: jax.Array, greedy: jax.Array) -> jax.Array:
-    scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
+    scaled = jnp.minimum(logits / jnp.where(greedy, 1.0, params.temperature)[:, None], CEILING)
     keys = step_key(params.seed[:, None], positions[:, None])
     noise = gumbel(keys, jnp.arange(logits.shape[1], dtype=jnp.int32)[None])
     kept = _kept(scaled, params, greedy)

@@ -306,7 +306,7 @@ class JaxRunner:
 
     def _write_adjustments(self, launch: Launch) -> None:
         for slot, request in zip(launch.slots.tolist(), launch.requests[: launch.num_prefill]):
-            if request.params.adjustments:
+            if request.params.adjustments and request is not launch.chunked:  # a chunk's sample counts nowhere
                 layout = self._programs["write_adjustments"].layout
                 for packed in pack_adjustments(layout, slot, request, self._vocab_size, self._eos_token_ids):
                     self._write("write_adjustments", packed)

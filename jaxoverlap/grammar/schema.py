@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from jaxoverlap.grammar.formats import PATTERNS
@@ -20,20 +21,34 @@ def read_schema(text: str) -> dict[str, Any]:
     if text == ANY:
         return {}
     try:
-        schema = json.loads(text, parse_constant=_refuse_constant)
+        schema = _parse(text)
         if schema is False:
             raise ValueError("json_schema is false: it allows nothing")
         if schema is not True and not isinstance(schema, dict):
             raise ValueError(f"json_schema must be an object or a boolean, not {type(schema).__name__}")
         return {} if schema is True else _exact(schema)
-    except json.JSONDecodeError as e:
-        raise ValueError(f"json_schema is not JSON: {e}") from None
     except RecursionError:
         raise ValueError("json_schema is nested too deeply") from None
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"json_schema is not JSON: it holds {name}")
+def _parse(text: str) -> Any:
+    try:
+        schema = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        json.dumps(schema, ensure_ascii=False).encode()  # escapes may spell what is no Unicode
+    except ValueError as e:
+        raise ValueError(f"json_schema is not JSON: {e}") from None
+    return schema
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"it holds {name}")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text} is out of range")
+    return number
 
 
 def _exact(schema: Any) -> Any:
@@ -59,8 +74,11 @@ def _exact(schema: Any) -> Any:
     pattern = PATTERNS.get(out["format"]) if isinstance(out.get("format"), str) else None
     if pattern is not None:
         del out["format"]
+        others = out.get("allOf", [])
+        if not isinstance(others, list):
+            raise ValueError(f"json_schema: allOf must be an array, not {type(others).__name__}")
         if "pattern" in out:
-            out["allOf"] = [*out.get("allOf", []), {"pattern": pattern}]
+            out["allOf"] = [*others, {"pattern": pattern}]
         else:
             out["pattern"] = pattern
     return out

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxoverlap.core import Request
 
+STOP_COLUMNS = 32  # stop ids of a row that are compared as columns
 NO_STOP = -1
 MOST_TOKENS = 1 << 32  # of all slots together: the columns are memory of the host, taken as it is used
 
@@ -88,7 +89,8 @@ class SlotTable:
         self.stream[slot] = request.stream
         self.stream_interval[slot] = stream_interval
         stops_by_text = bool(request.params.stop or request.params.stop_regex)
-        self.by_hand[slot] = stops_by_text or request.grammar is not None or request.to_finish is not None
+        many_stops = len(request.stop_ids) > STOP_COLUMNS
+        self.by_hand[slot] = many_stops or stops_by_text or request.grammar is not None or request.to_finish is not None
         request.slot, request.table = slot, self
         self.version += 1
 
@@ -187,6 +189,8 @@ class SlotTable:
         return out
 
     def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
+        if len(ids) > STOP_COLUMNS:  # one request's list must not widen every row's: Python looks at each of its tokens
+            ids = ()
         width = self.stop_ids.shape[1]
         if len(ids) > width:
             extra = np.full((len(self.stop_ids), len(ids) - width), NO_STOP, np.int32)

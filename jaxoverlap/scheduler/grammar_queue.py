@@ -63,6 +63,7 @@ class GrammarQueue:
         self.pending[request].cancel()
         request.to_finish = reason
         request.prompt_ids = np.zeros(1, np.int32)
+        request.details = None  # they name places of the prompt that was
         request.stop_len = 0  # what it samples is no answer to its prompt
         self._failed.add(request)
 

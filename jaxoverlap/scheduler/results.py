@@ -158,7 +158,8 @@ def check_finish(s: Scheduler, r: Request, new_tokens: int, grammar_done: bool =
     """Ends the request where its `new_tokens` last tokens say so. Its grammar takes the token first, so that nothing is
     sampled behind the grammar's end (SGLang asks it one token later)."""
     refused: FinishReason | None = None
-    if r.grammar is not None and not grammar_done and not r.grammar.is_terminated():
+    takes = r.grammar is not None and not grammar_done and r.max_new_tokens > 0
+    if takes and r.grammar is not None and not r.grammar.is_terminated():
         try:
             r.grammar.accept_token(int(r.output_ids[-1]))
         except ValueError as e:

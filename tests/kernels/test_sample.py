@@ -103,6 +103,16 @@ def test_log_probabilities_only_where_wanted(draw):
     assert not none.any()
 
 
+@pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}], ids=str)
+def test_a_logit_beyond_all_measure_is_drawn(draw, params):
+    """Over a temperature below 1 it would be infinite, and its distance from itself no number."""
+    logits = np.tile(LOGITS, (3, 1))
+    logits[0, 7], logits[1, 7], logits[2, [7, 9]] = 3.4e38, 1e38, 3.4e38
+    tokens, _ = draw(logits, [{**params, "temperature": 0.3, "seed": i} for i in range(3)], np.arange(3))
+    assert tokens[:2].tolist() == [7, 7]
+    assert tokens[2] in (7, 9)
+
+
 @pytest.mark.parametrize("seed_of_case", range(6))
 def test_kept_ids_are_the_references(draw, seed_of_case):
     """Over many draws from flat-ish logits exactly the kept ids turn up, ties at the cut included."""
