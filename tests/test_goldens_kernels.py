@@ -43,7 +43,7 @@ def test_a_short_one(demo_model):
     assert agreeing(demo_model, "interpret", SHORTEST[:1], 1) == len(SHORTEST[0]["output_ids"])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_all_interpreted(demo_model):
     assert agreeing(demo_model, "interpret", CASES, 4) == 831
 

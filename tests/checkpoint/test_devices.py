@@ -93,9 +93,8 @@ def test_a_shape_that_does_not_divide_is_named(tmp_path):
     assert second.startswith("parameter embedding of shape [272, 32] cannot be placed: ")
 
 
-@pytest.mark.slow
 @pytest.mark.demo
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.slow)])
 def test_the_demo_model_on_several_devices(tmp_path, demo_model, count):
     convert(demo_model, tmp_path / "orbax", registry.parameter_tree(demo_model))
     assert load_on(count, demo_model, tmp_path / "orbax") == ["placed rows", "placed columns"]

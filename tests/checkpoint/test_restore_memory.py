@@ -71,9 +71,15 @@ def directory(tmp_path_factory):
     return folder / "model"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux' /proc")
-@pytest.mark.parametrize(("dtype", "count"), [("float32", 1), ("bfloat16", 1), ("bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("dtype", "count"),
+    [
+        pytest.param("float32", 1, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 1, marks=pytest.mark.soak),
+        pytest.param("bfloat16", 2, marks=pytest.mark.soak),
+    ],
+)
 def test_peak_of_a_restore(directory, dtype, count):
     flags = f"--xla_force_host_platform_device_count={count}"
     done = subprocess.run(

@@ -15,7 +15,7 @@ TARGET = RNG.normal(size=VOCAB) * 1.5
 DRAFT = TARGET + RNG.normal(size=VOCAB) * 0.8
 REQUESTS, LENGTH = 50, 400  # 20,000 draws
 SAMPLING = [
-    {"temperature": 0.7, "top_k": 9},
+    pytest.param({"temperature": 0.7, "top_k": 9}, marks=pytest.mark.slow),
     *(
         pytest.param(sampling, marks=pytest.mark.soak)
         for sampling in ({"temperature": 1.0}, {"temperature": 1.3, "top_p": 0.8}, {"temperature": 1.0, "min_p": 0.1})

@@ -62,7 +62,9 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(
+    "name", ["illegal", *(pytest.param(n, marks=pytest.mark.soak) for n in DRAFTS if n != "illegal")]
+)
 def test_random_loads(backend, name):
     runner = runner_with(DRAFTS[name])
     compiled = runner.compiles

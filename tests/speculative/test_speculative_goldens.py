@@ -82,7 +82,7 @@ def expected_rate(demo_model, layers, cases):
 @pytest.mark.parametrize(
     ("layers", "some"),
     [
-        (25, slice(4)),
+        pytest.param(25, slice(4), marks=pytest.mark.slow),
         pytest.param(25, slice(None), marks=pytest.mark.soak),
         pytest.param(28, slice(None), marks=pytest.mark.soak),
     ],
@@ -105,7 +105,7 @@ def test_chains_of_the_first_layers(demo_model, layers, drafts):
     "drafts",
     [
         pytest.param(1, marks=pytest.mark.soak),
-        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.soak),
         pytest.param(5, marks=pytest.mark.soak),
     ],
 )

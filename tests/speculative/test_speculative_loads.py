@@ -22,7 +22,7 @@ LOADS = len(SETTINGS)
 LENGTHS = {80: (12, 40), 144: (12, 40)}  # prompt and output, by pool; outputs that outgrow the pool
 
 
-QUICK = [(1, "mixed"), (4, "ngram"), (16, "always")]
+QUICK = [(4, "mixed")]
 REST = [(page, name) for page in (1, 4, 16) for name in (*RULES, "ngram") if (page, name) not in QUICK]
 
 
