@@ -176,6 +176,8 @@ def measure(
         engine = Engine.from_parts(own, model, runner, config.max_total_tokens)
         figures = decode_steps(engine, module, other, batch, steps, report)
         step = figures["step_ms"]["p50"]
+        if step is None:
+            raise ValueError(f"no decode step of all {batch} rows was seen: raise --turns or chunked_prefill_size")
         engine.flush_cache()
         recorded = arrivals(requests, scale, config.context_length - 8)
         capacity = batch / (step / 1e3 * float(np.mean([a.output for a in recorded])))
