@@ -95,7 +95,7 @@ def test_refused(given, parts):
         ({"ebnf": "a"}, ["ebnf", "grammar"]),
         ({"frequency_penalty": 2.1}, ["frequency_penalty", "-2", "2.1"]),
         ({"presence_penalty": -2.1}, ["presence_penalty", "-2", "-2.1"]),
-        ({"repetition_penalty": 0.0}, ["repetition_penalty", "above 0"]),
+        ({"repetition_penalty": 0.0}, ["repetition_penalty", "at least 1.17"]),
         ({"repetition_penalty": 2.1}, ["repetition_penalty", "at most 2", "2.1"]),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, ["min_new_tokens 9", "max_new_tokens 8"]),
         ({"min_new_tokens": -1}, ["min_new_tokens", "-1"]),
