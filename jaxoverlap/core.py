@@ -91,6 +91,7 @@ class Request:
     return_logprob: bool = False
     details: LogprobDetails | None = None  # only with return_logprob
     priority: int | None = None
+    data_parallel_rank: int | None = None  # the one that serves it
     seed: int = 0  # uint32; drawn by the engine where params.sampling_seed is None
     max_new_tokens: int = 0  # params.max_new_tokens clamped at admission
     stop_ids: tuple[int, ...] = ()  # EOS and stop_token_ids; empty with ignore_eos
@@ -183,6 +184,7 @@ class Batch:
     is_prefill_only: bool = False
     is_full: bool = False  # SGLang's batch_is_full: no admission until this batch shrinks
     is_extend_in_batch: bool = False  # over all DP ranks
+    is_grammar_in_batch: bool = False  # over all DP ranks
     global_num_tokens: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
@@ -220,6 +222,7 @@ class Launch:
     input_spans: np.ndarray | None = None  # int32 [B, 2], see scheduler/logprobs.py
     is_prefill_only: bool = False
     is_extend_in_batch: bool = False
+    is_grammar_in_batch: bool = False
     global_num_tokens: tuple[int, ...] | None = None
 
     @property
@@ -251,14 +254,28 @@ class Output(NamedTuple):
     last: int | None = None
 
 
+class Fact(enum.IntEnum):
+    """Columns of what data-parallel ranks tell each other before a launch: SGLang's seven in its order, then ours."""
+
+    NUM_TOKENS = 0
+    NUM_TOKENS_FOR_LOGPROB = 1
+    CAN_CUDA_GRAPH = 2
+    IS_EXTEND = 3
+    CAN_RUN_TBO = 4
+    FORWARD_MODE = 5  # place in ForwardMode
+    CAN_RUN_BREAKABLE_CUDA_GRAPH = 6
+    HAS_GRAMMAR = 7
+    HAS_WORK = 8  # something is unfinished on the rank
+
+
 # A turn of the loop yields one of these and is answered by a driver; see scheduler/loops.py.
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sync:
-    """Facts of this rank for the others; the answer is int64 [ranks, 7], this rank's row included."""
+    """Facts for the other ranks; the answer is int64 [ranks, len(Fact)], these rows included."""
 
-    facts: np.ndarray  # int64 [7], SGLang's order
+    facts: np.ndarray  # int64 [local ranks, len(Fact)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -287,6 +304,24 @@ class Drafts:
 
 
 Turn = Generator["Sync | Launch | Drafts | Sample | Wait", Any, None]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Launches:
+    """What the turns of several ranks ask together (parallel/group.py): one launch of each local rank, for the same
+    step; the answer is a list of their handles."""
+
+    launches: list[Launch]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Samples:
+    """The delayed samplings of one step, of those local ranks that delay theirs; no answer."""
+
+    samples: list[Sample]
+
+
+GroupTurn = Generator["Sync | Launches | Drafts | Samples | Wait", Any, None]
 
 
 class Runner(Protocol):

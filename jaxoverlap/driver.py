@@ -1,19 +1,28 @@
-"""The driver of a single rank: answers what a turn asks for, at once. Imports no jax."""
+"""The driver: answers what a turn asks for, at once. Imports no jax."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from jaxoverlap.core import Drafts, Launch, Runner, Sample, Sync, Turn, Wait
+import numpy as np
+
+from jaxoverlap.core import Drafts, GroupTurn, Launch, Launches, Runner, Sample, Samples, Sync, Turn, Wait
+
+
+def own_facts(facts: np.ndarray) -> np.ndarray:
+    """The exchange of a rank, or of ranks, that are all there are."""
+    return facts
 
 
 class Driver:
-    """Answers Launch, Drafts, Sample and Wait from a runner, and Sync with this rank's own facts."""
+    """Answers the turns of a rank, or of a group of them, from a runner. One that runs steps with ranks elsewhere
+    answers for them in `exchange(facts)`: int64 [local ranks, len(Fact)] -> [ranks, len(Fact)]."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
+        self.exchange = getattr(runner, "exchange", own_facts)
 
-    def turn(self, turn: Turn) -> None:
+    def turn(self, turn: Turn | GroupTurn) -> None:
         """Runs one turn to its end. Whatever the turn or the runner raises comes out, with the turn closed."""
         answer: Any = None
         try:
@@ -39,5 +48,9 @@ class Driver:
         if type(ask) is Drafts:
             return self.runner.drafts(ask.handle)  # type: ignore[attr-defined]
         if type(ask) is Sync:
-            return ask.facts[None]
+            return self.exchange(ask.facts)
+        if type(ask) is Launches:
+            return self.runner.launch(ask.launches)
+        if type(ask) is Samples:
+            return self.runner.sample(ask.samples)
         raise TypeError(f"a turn asked for {type(ask).__name__}")

@@ -7,7 +7,6 @@ is made.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -125,6 +124,7 @@ class Engine:
         rid: str | Sequence[str] | None = None,
         priority: int | Sequence[int] | None = None,
         response_format: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        data_parallel_rank: int | Sequence[int | None] | None = None,
     ) -> Any:
         """One result, or a list of results in the order of a list of prompts; with `stream` an iterator of results.
         `n` above 1 makes a list too: n results for each prompt, one behind the other. They have the ids `rid_0`,
@@ -145,13 +145,15 @@ class Engine:
         `sampling_params` are SamplingParams or a dict of its fields, with SamplingParams' defaults as in SGLang's
         Engine; what the model's generation_config.json recommends is in `sampling_defaults`. `response_format` is
         OpenAI's: {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": ...}}.
+        `data_parallel_rank` is the rank that serves the request; default: as load_balance_method chooses.
 
         Raises RequestError for a malformed request. In a list call a malformed request gets a result whose
         finish_reason is an abort with status_code 400 and the message, and the others run.
         """
         details = (logprob_start_len, top_logprobs_num, token_ids_logprob)
         given, many = split(
-            prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details, response_format
+            *(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details, response_format),
+            data_parallel_rank,
         )
         call = self._submitter.open(given, many)
         if stream:
@@ -249,20 +251,7 @@ class Engine:
     def metrics(self) -> dict[str, Any]:
         """Counters since the start, queue lengths, free room, and `last_result`: `time.monotonic()` when the last
         result had been processed (None before the first), for liveness checks."""
-        s = self._scheduler
-        counters = dataclasses.asdict(s.counters)
-        counters["last_result"] = counters["last_result"] or None
-        return {
-            **counters,
-            "waiting": len(s.waiting),
-            "running": s.slots.num_slots - s.slots.num_free,
-            "unfinished": len(self._loop.tickets),
-            "in_flight": len(s.result_queue),
-            "free_slots": s.slots.num_free,
-            "free_tokens": s.kv.pages.available_tokens,
-            "evictable_tokens": s.kv.tree.evictable_tokens,
-            "max_total_tokens": s.max_total_tokens,
-        }
+        return {**self._scheduler.metrics(), "unfinished": len(self._loop.tickets)}
 
     @property
     def device_name(self) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from jaxoverlap.calls import Call, Ticket
 from jaxoverlap.driver import Driver
 from jaxoverlap.interrupts import HeldInterrupts
+from jaxoverlap.parallel.group import Group
 from jaxoverlap.scheduler import Scheduler
 
 STILL_TURNS = 8  # a bubble takes one
@@ -28,7 +29,7 @@ class Loop:
     After an exception inside a turn nothing is turned any more: whoever waits, or comes later, gets an EngineError.
     """
 
-    def __init__(self, scheduler: Scheduler, driver: Driver) -> None:
+    def __init__(self, scheduler: Scheduler | Group, driver: Driver) -> None:
         self.scheduler = scheduler
         self.driver = driver
         self.lock = threading.Lock()  # guards what follows
@@ -180,11 +181,11 @@ class Loop:
         s = self.scheduler
         if self.tickets and s.is_idle:
             raise RuntimeError(f"request {next(iter(self.tickets))!r} was lost")
-        moved = s.counters.launches != self._launches or s.result_queue or s.inbox or s.is_paused or s.grammars.pending
-        self._launches = s.counters.launches
+        moved = s.launches != self._launches or s.is_pending
+        self._launches = s.launches
         self._still_turns = 0 if moved else self._still_turns + 1
         if self._still_turns > STILL_TURNS and s.has_work:
-            raise RuntimeError(f"{len(s.waiting)} requests wait and none is admitted, with nothing in flight")
+            raise RuntimeError(f"{s.num_waiting} requests wait and none is admitted, with nothing in flight")
 
     def _deliver(self) -> bool:
         outputs, tickets = self.scheduler.outputs, self.tickets

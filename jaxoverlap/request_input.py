@@ -25,6 +25,7 @@ class RequestInput:
     top_logprobs_num: Any = None
     token_ids_logprob: Any = None
     response_format: Any = None
+    data_parallel_rank: Any = None
 
 
 def split(
@@ -39,6 +40,7 @@ def split(
     top_logprobs_num: Any = None,
     token_ids_logprob: Any = None,
     response_format: Any = None,
+    data_parallel_rank: Any = None,
 ) -> tuple[list[RequestInput], bool]:
     """The requests of one call, and whether it was a list call.
 
@@ -49,7 +51,7 @@ def split(
     many = isinstance(prompt, (list, tuple)) or _is_rows(input_ids)
     if not many:
         details = (logprob_start_len, top_logprobs_num, token_ids_logprob)
-        more = (priority, *details, response_format)
+        more = (priority, *details, response_format, data_parallel_rank)
         return [RequestInput(prompt, input_ids, sampling_params, rid, stream, return_logprob, *more)], False
     count = len(prompt) if isinstance(prompt, (list, tuple)) else len(input_ids)
     if isinstance(rid, str):
@@ -70,6 +72,7 @@ def split(
             ("top_logprobs_num", top_logprobs_num),
             ("token_ids_logprob", token_ids_logprob),
             ("response_format", response_format),
+            ("data_parallel_rank", data_parallel_rank),
         )
     ]
     rows = zip(*columns, strict=True)

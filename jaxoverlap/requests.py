@@ -36,6 +36,7 @@ class Limits:
     max_logprobs: int = 0
     no_grammars: str | None = None  # why a request may not have a grammar
     check_params: Callable[[SamplingParams], None] | None = None  # raises ValueError for what the runner does not do
+    ranks: range = range(1)  # those that this process serves
 
 
 class RequestFactory:
@@ -57,6 +58,7 @@ class RequestFactory:
             if not isinstance(getattr(given, name), (bool, np.bool_)):
                 raise RequestError(f"{name} must be a bool, not {type(getattr(given, name)).__name__}")
         self._check_priority(given.priority)
+        self._check_rank(given.data_parallel_rank)
         ids = self._prompt(given)
         details = self._details(given, ids)
         seed = params.sampling_seed
@@ -72,6 +74,7 @@ class RequestFactory:
             return_logprob=given.return_logprob,
             details=details,
             priority=given.priority,
+            data_parallel_rank=given.data_parallel_rank,
             seed=seed,
             stop_ids=tuple(dict.fromkeys(stop_ids)),
         )
@@ -136,6 +139,15 @@ class RequestFactory:
         if not self._limits.priorities:
             raise RequestError("priority needs an engine with enable_priority_scheduling")
 
+    def _check_rank(self, rank: Any) -> None:
+        ranks = self._limits.ranks
+        if rank is None:
+            return
+        if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
+            raise RequestError(f"data_parallel_rank must be an int, not {type(rank).__name__}")
+        if rank not in ranks:
+            raise RequestError(f"data_parallel_rank must be {ranks[0]} to {ranks[-1]}, the ranks here, not {rank}")
+
     def _details(self, given: RequestInput, prompt_ids: np.ndarray) -> LogprobDetails | None:
         """None where nothing beyond the sampled tokens' log-probabilities is asked for. logprob_start_len -1 is the
         prompt's length, as in SGLang; with token_ids_logprob it stays -1."""
@@ -193,7 +205,8 @@ class RequestFactory:
 def prompt_alone(request: Request) -> Request:
     """A request that only brings the prompt into the prefix cache, as SGLang's before n copies."""
     params = SamplingParams(max_new_tokens=0, temperature=0.0)
-    return Request(uuid.uuid4().hex, request.prompt_ids, params, priority=request.priority)
+    rank = request.data_parallel_rank
+    return Request(uuid.uuid4().hex, request.prompt_ids, params, priority=request.priority, data_parallel_rank=rank)
 
 
 def _rid(rid: Any, live: Container[str], n: int) -> str:

@@ -12,6 +12,7 @@ from jaxoverlap.detokenizer import Detokenizer
 from jaxoverlap.growing_text import byte_tokens
 from jaxoverlap.loading import ServedModel
 from jaxoverlap.loop import Loop
+from jaxoverlap.parallel.group import Group
 from jaxoverlap.request_input import RequestInput
 from jaxoverlap.requests import Limits, RequestFactory, prompt_alone
 from jaxoverlap.scheduler import Scheduler
@@ -27,7 +28,7 @@ class Submitter:
         model: ServedModel,
         runner: Runner,
         grammar_backend: GrammarBackend | None,
-        scheduler: Scheduler,
+        scheduler: Scheduler | Group,
         loop: Loop,
     ) -> None:
         self.lock = threading.Lock()
@@ -35,6 +36,7 @@ class Submitter:
         self._tokenizer = model.tokenizer
         self._byte_ids = model_byte_ids(model)
         self._loop = loop
+        self._assign = scheduler.assign
         limits = Limits(
             vocab_size=model.config.vocab_size,
             context_length=model.context_length,
@@ -44,6 +46,7 @@ class Submitter:
             priorities=config.enable_priority_scheduling,
             max_logprobs=min(config.max_logprobs, getattr(runner, "max_logprobs", 0)),
             check_params=getattr(runner, "check_params", None),
+            ranks=scheduler.ranks,
             no_grammars=None if grammar_backend is not None else _why_no_grammars(config, model),
         )
         self._factory = RequestFactory(limits, self._tokenizer, config.random_seed)
@@ -63,9 +66,9 @@ class Submitter:
                     call.refused.append(refusal(one.rid, str(e), index, self._tokenizer is not None))
                     index += 1
                     continue
+                ahead = self._cache_prompt(request, call) if request.params.n > 1 else None
                 copies = self._factory.copies(request)
                 call.is_list |= len(copies) > 1
-                ahead = self._cache_prompt(request, call) if len(copies) > 1 else None
                 for copy in copies:
                     place = index if call.is_list else None
                     ticket = Ticket(copy, self._detokenizer(copy), call, place, group=request.rid, waits_for=ahead)
@@ -80,6 +83,7 @@ class Submitter:
         page = self._config.page_size
         if self._config.disable_radix_cache or (request.prompt_len - 1) // page == 0:
             return None
+        self._assign(request)  # the copies follow it, to where the prompt will be cached
         ahead = prompt_alone(request)
         call.ahead.append(Ticket(ahead, None, Call(), group=request.rid))
         return ahead.rid

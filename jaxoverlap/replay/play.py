@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.core import Launch, Request, Runner, Sample, Sync, Turn, Wait
+from jaxoverlap.core import Launches, Request, Runner, Samples, Sync, Wait
+from jaxoverlap.parallel.group import Group
 from jaxoverlap.replay.recorder import Recorder
 from jaxoverlap.replay.scenario import CONTEXT_LENGTH, EOS, VOCAB_SIZE, Scenario
 from jaxoverlap.replay.toys import ToyGrammarBackend, toy_text
@@ -51,6 +53,7 @@ class Player:
             )
             for rank in range(config.dp_size)
         ]
+        self.group = Group(self.schedulers)
 
     def run(self) -> list[Recorder]:
         idle = 0
@@ -84,42 +87,35 @@ class Player:
                     s.resume()
 
     def turn_all(self) -> None:
-        """One turn of every rank: each runs up to its exchange of facts, then all go on with the common table."""
-        turns: list[Turn | None] = [s.turn() for s in self.schedulers]
-        answers: list[Any] = [None] * len(turns)
-        while any(turns):
-            facts: dict[int, np.ndarray] = {}
-            for rank, turn in enumerate(turns):
-                if turn is not None:
-                    asked = self.run_to_sync(rank, turn, answers[rank])
-                    if asked is None:
-                        turns[rank] = None
-                    else:
-                        facts[rank] = asked.facts
-            if facts:
-                table = np.stack([facts[rank] for rank in sorted(facts)])
-                answers = [table] * len(turns)
-
-    def run_to_sync(self, rank: int, turn: Turn, answer: Any) -> Sync | None:
-        runner, recorder = self.runners[rank], self.recorders[rank]
+        """One turn of every rank."""
+        turn, answer = self.group.turn(), None
         try:
             while True:
-                asked = turn.send(answer)
-                answer = None
-                match asked:
-                    case Launch():
-                        recorder.launched(asked)
-                        (answer,) = runner.launch([asked])
-                    case Sample():
-                        recorder.sampled(asked)
-                        runner.sample([asked])
-                    case Wait():
-                        answer = runner.wait(asked.handle)
-                        recorder.result(asked.launch, answer)
-                    case Sync():
-                        return asked
+                answer = self.answer(turn.send(answer))
         except StopIteration:
-            return None
+            pass
+
+    def answer(self, asked: Any) -> Any:
+        """Handles carry their rank."""
+        match asked:
+            case Sync():
+                return asked.facts
+            case Launches():
+                handles = []
+                for rank, launch in enumerate(asked.launches):
+                    self.recorders[rank].launched(launch)
+                    handles.append((rank, *self.runners[rank].launch([launch])))
+                return handles
+            case Samples():
+                for sample in asked.samples:
+                    rank, handle = sample.handle
+                    self.recorders[rank].sampled(sample)
+                    self.runners[rank].sample([replace(sample, handle=handle)])
+            case Wait():
+                rank, handle = asked.handle
+                answer = self.runners[rank].wait(handle)
+                self.recorders[rank].result(asked.launch, answer)
+                return answer
 
 
 def make_request(op: dict[str, Any]) -> Request:

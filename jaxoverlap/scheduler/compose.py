@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxoverlap.core import Batch, ForwardMode, Launch, Sync
+from jaxoverlap.core import Batch, Fact, ForwardMode, Launch, Sync
 from jaxoverlap.scheduler import batches
 from jaxoverlap.scheduler.decode import update_running_batch
 from jaxoverlap.scheduler.intake import ABORTED, merge_last
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxoverlap.scheduler.scheduler import Scheduler
 
 Composing = Generator[Sync, Any, "Batch | None"]
-NUM_TOKENS, IS_EXTEND = 0, 3  # columns of the exchanged facts
+MODES = list(ForwardMode)
 
 
 def get_next_batch_to_run(s: Scheduler) -> Composing:
@@ -78,25 +78,27 @@ def stash_chunked(s: Scheduler) -> None:
 def sync_batch(s: Scheduler, batch: Batch | None) -> Composing:
     """Tells the other ranks what this one composed, and writes their common picture on the batch. A rank without work
     gets an idle batch when another has tokens."""
-    table = yield Sync(facts(batch))
-    if batch is None and table[:, NUM_TOKENS].max() > 0:
+    table = yield Sync(facts(s, batch))
+    tokens = table[:, Fact.NUM_TOKENS]
+    if batch is None and tokens.max() > 0:
         batch = batches.idle_batch()
-        s.reason("idle batch: nothing to run here, but %d tokens on other ranks", int(table[:, NUM_TOKENS].sum()))
+        s.reason("idle batch: nothing to run here, but %d tokens on other ranks", int(tokens.sum()))
     if batch is not None:
-        batch.is_extend_in_batch = bool(table[:, IS_EXTEND].any())
-        batch.global_num_tokens = tuple(int(n) for n in table[:, NUM_TOKENS])
+        batch.is_extend_in_batch = bool(table[:, Fact.IS_EXTEND].any())
+        batch.is_grammar_in_batch = bool(table[:, Fact.HAS_GRAMMAR].any())
+        batch.global_num_tokens = tuple(tokens.tolist())
     return batch
 
 
-def facts(batch: Batch | None) -> np.ndarray:
-    """int64 [7] in SGLang's order: tokens, tokens with logits, CUDA graph possible, extends, two-batch overlap
-    possible, mode, breakable CUDA graph possible."""
+def facts(s: Scheduler, batch: Batch | None) -> np.ndarray:
+    """int64 [1, len(Fact)]"""
     if batch is None:
-        return np.array([0, 0, 1, 0, 0, list(ForwardMode).index(ForwardMode.IDLE), 1], np.int64)
+        return np.array([[0, 0, 1, 0, 0, MODES.index(ForwardMode.IDLE), 1, 0, s.has_work]], np.int64)
     tokens = int(batch.extend_lens.sum()) if batch.extend_lens is not None else len(batch)
-    decodes = not batch.mode.is_extend
+    extends = batch.mode.is_extend
+    mode = MODES.index(batch.mode)
     return np.array(
-        [tokens, len(batch), decodes, batch.mode.is_extend, 0, list(ForwardMode).index(batch.mode), decodes], np.int64
+        [[tokens, len(batch), not extends, extends, 0, mode, not extends, batch.has_grammar, True]], np.int64
     )
 
 
@@ -127,6 +129,7 @@ def snapshot(s: Scheduler, batch: Batch) -> Launch:
         input_spans=input_spans(batch),
         is_prefill_only=batch.is_prefill_only,
         is_extend_in_batch=batch.is_extend_in_batch,
+        is_grammar_in_batch=batch.is_grammar_in_batch,
         global_num_tokens=batch.global_num_tokens,
     )
     if batch.has_grammar and (verifies or not delay_sample):

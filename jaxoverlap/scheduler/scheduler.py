@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -168,6 +169,38 @@ class Scheduler:
         return (-(-self.config.verify_reserve // page) + 1) * page
 
     @property
+    def ranks(self) -> range:
+        return range(1)
+
+    def assign(self, request: Request) -> int:
+        """There is one rank to serve it; a Group has more."""
+        return 0
+
+    @property
+    def launches(self) -> int:
+        return self.counters.launches
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests here that have not ended, as far as can be told from any thread."""
+        return (
+            self.slots.num_slots
+            - self.slots.num_free
+            + len(self.waiting)
+            + len(self.grammars.pending)
+            + len(self.inbox)
+        )
+
+    @property
+    def is_pending(self) -> bool:
+        """A turn may go by without a launch: for a result, an operation, the end of a pause or a grammar."""
+        return bool(self.result_queue or self.inbox or self.is_paused or self.grammars.pending)
+
+    @property
     def is_idle(self) -> bool:
         """Nothing to do: no operation, request or result is pending."""
         return not self.inbox and not self.has_work
@@ -190,6 +223,21 @@ class Scheduler:
             or len(self.running_batch)
             or self.last_batch is not None
         )
+
+    def metrics(self) -> dict[str, Any]:
+        """See Engine.metrics."""
+        counters = dataclasses.asdict(self.counters)
+        counters["last_result"] = counters["last_result"] or None
+        return {
+            **counters,
+            "waiting": len(self.waiting),
+            "running": self.slots.num_slots - self.slots.num_free,
+            "in_flight": len(self.result_queue),
+            "free_slots": self.slots.num_free,
+            "free_tokens": self.kv.pages.available_tokens,
+            "evictable_tokens": self.kv.tree.evictable_tokens,
+            "max_total_tokens": self.max_total_tokens,
+        }
 
     def turn(self) -> Turn:
         """One turn of the configured loop; see scheduler/loops.py."""

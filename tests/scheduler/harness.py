@@ -82,7 +82,7 @@ class Harness:
             case Wait():
                 return self.runner.wait(x.handle)
             case Sync():
-                return x.facts[None]
+                return x.facts
 
     def collect(self):
         while self.scheduler.outputs:

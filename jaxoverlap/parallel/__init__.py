@@ -1,0 +1,1 @@
+"""Data-parallel ranks that stay in step. See docs/dp.md."""

@@ -1,0 +1,205 @@
+"""Group: the schedulers of several data-parallel ranks, turned together by one loop. Imports no jax.
+
+Their turns are generators. A group's turn advances each rank's until it asks for what concerns all (an exchange of
+facts, a launch, a delayed sampling) and asks that once for all of them; a rank's other questions it passes on as they
+come. To whoever turns it, a group is what a single scheduler is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxoverlap.core import (
+    GroupTurn,
+    Launch,
+    Launches,
+    Output,
+    Request,
+    Sample,
+    Samples,
+    Sync,
+    Turn,
+)
+from jaxoverlap.scheduler.scheduler import Scheduler, Watch
+
+Together = Sync | Launch | Sample
+LoadBalance = Literal["round_robin", "shortest_queue"]
+
+
+class RankError(RuntimeError):
+    """A rank's turn failed, which ends all; the message names the rank, the failure is `__cause__`."""
+
+
+class Group:
+    """`schedulers` of ranks `first_rank` and following, those of this process. A request goes to the rank that it
+    names, else by `load_balance_method`: to each in turn, or to the one with the fewest unfinished requests."""
+
+    def __init__(
+        self,
+        schedulers: Sequence[Scheduler],
+        *,
+        first_rank: int = 0,
+        load_balance_method: LoadBalance = "round_robin",
+    ) -> None:
+        self.schedulers = list(schedulers)
+        self.first_rank = first_rank
+        self._outputs: deque[Output] = deque()
+        self._in_turn = load_balance_method == "round_robin"
+        self._next = 0
+        self._watch: Watch | None = None
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + len(self.schedulers))
+
+    def assign(self, request: Request) -> int:
+        """Sets its `data_parallel_rank`, unless it names one of the ranks here."""
+        if request.data_parallel_rank is None:
+            request.data_parallel_rank = self._choose()
+        return request.data_parallel_rank
+
+    def submit(self, request: Request) -> None:
+        self.schedulers[self.assign(request) - self.first_rank].submit(request)
+
+    def abort(self, rid: str = "", *, abort_all: bool = False, exact: bool = False) -> None:
+        for s in self.schedulers:
+            s.abort(rid, abort_all=abort_all, exact=exact)
+
+    def pause(self, mode: str, *, flush: bool = False) -> None:
+        for s in self.schedulers:
+            s.pause(mode, flush=flush)
+
+    def resume(self) -> None:
+        for s in self.schedulers:
+            s.resume()
+
+    def flush_cache(self) -> None:
+        for s in self.schedulers:
+            s.flush_cache()
+
+    @property
+    def outputs(self) -> deque[Output]:
+        """What the ranks have told since; whoever reads it clears it."""
+        for s in self.schedulers:
+            self._outputs.extend(s.outputs)
+            s.outputs.clear()
+        return self._outputs
+
+    @property
+    def watch(self) -> Watch | None:
+        return self._watch
+
+    @watch.setter
+    def watch(self, watch: Watch | None) -> None:
+        self._watch = watch
+        for s in self.schedulers:
+            s.watch = watch
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Of one rank, as all that follows."""
+        return self.schedulers[0].max_total_tokens
+
+    @property
+    def max_prompt_len(self) -> int:
+        return self.schedulers[0].max_prompt_len
+
+    @property
+    def launches(self) -> int:
+        return self.schedulers[0].launches
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(s.num_waiting for s in self.schedulers)
+
+    @property
+    def is_idle(self) -> bool:
+        return all(s.is_idle for s in self.schedulers)
+
+    @property
+    def has_work(self) -> bool:
+        return any(s.has_work for s in self.schedulers)
+
+    @property
+    def only_compiles(self) -> bool:
+        return self.has_work and all(s.only_compiles or s.is_idle for s in self.schedulers)
+
+    @property
+    def is_pending(self) -> bool:
+        return any(s.is_pending for s in self.schedulers)
+
+    def metrics(self) -> dict[str, Any]:
+        """Sums over the ranks here, and in "ranks" those of each."""
+        ranks = [s.metrics() for s in self.schedulers]
+        total: dict[str, Any] = {name: sum(m[name] for m in ranks) for name in ranks[0] if name != "last_result"}
+        total |= {name: ranks[0][name] for name in ("turns", "launches")}
+        total["last_result"] = max((m["last_result"] for m in ranks if m["last_result"] is not None), default=None)
+        return {**total, "ranks": ranks}
+
+    def turn(self) -> GroupTurn:
+        """One turn of every rank. Raises RankError."""
+        turns = [s.turn() for s in self.schedulers]
+        try:
+            yield from self._together(turns)
+        finally:
+            for turn in turns:
+                turn.close()
+
+    def _together(self, turns: list[Turn]) -> GroupTurn:
+        answers: list[Any] = [None] * len(turns)
+        live = list(range(len(turns)))
+        while live:
+            asks: dict[int, Together] = {}
+            for i in live:
+                ask = yield from self._until_together(i, turns[i], answers[i])
+                if ask is not None:
+                    asks[i] = ask
+            kinds = {type(ask) for ask in asks.values()}
+            if len(kinds) > 1 or (kinds - {Sample} and len(asks) < len(live)):
+                doing = ", ".join(f"{self.first_rank + i}: {_name(asks.get(i))}" for i in live)
+                raise RankError(f"the ranks are out of step: {doing}")
+            live = list(asks)
+            if kinds:
+                answers = yield from self._ask(asks, len(turns))
+
+    def _ask(self, asks: dict[int, Together], count: int) -> Generator[Any, Any, list[Any]]:
+        """Once for all; the answer for each rank."""
+        some = next(iter(asks.values()))
+        if isinstance(some, Sync):
+            facts: list[np.ndarray] = [ask.facts for ask in asks.values()]  # type: ignore[union-attr]
+            table = yield Sync(np.concatenate(facts))
+            return [table] * count
+        if isinstance(some, Sample):
+            yield Samples(list(asks.values()))  # type: ignore[arg-type]
+            return [None] * count
+        handles: list[Any] = yield Launches(list(asks.values()))  # type: ignore[arg-type]
+        return handles
+
+    def _until_together(self, i: int, turn: Turn, answer: Any) -> Generator[Any, Any, Together | None]:
+        """Advances one rank; None: its turn has ended."""
+        while True:
+            try:
+                ask = turn.send(answer)
+            except StopIteration:
+                return None
+            except Exception as e:
+                raise RankError(f"rank {self.first_rank + i}: {type(e).__name__}: {e}") from e
+            if isinstance(ask, Together):
+                if self._watch is not None and not isinstance(ask, Sample):
+                    self._watch.mark("compose")
+                return ask
+            answer = yield ask
+
+    def _choose(self) -> int:
+        if self._in_turn:
+            self._next += 1
+            return self.ranks[(self._next - 1) % len(self.schedulers)]
+        return min(self.ranks, key=lambda rank: self.schedulers[rank - self.first_rank].unfinished)
+
+
+def _name(ask: Together | None) -> str:
+    return "ends" if ask is None else type(ask).__name__
