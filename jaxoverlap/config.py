@@ -24,6 +24,7 @@ NEED_PRIORITIES = (
     "priority_scheduling_preemption_threshold",
     "disable_priority_preemption",
 )
+NEED_RANKS = ("enable_dp_attention", "load_balance_method", "dp_sync")
 NEED_DRAFT_MODEL = ("speculative_num_steps", "speculative_draft_model_path", "speculative_draft_layers")
 NEED_SPECULATION = ("speculative_num_draft_tokens", *NEED_DRAFT_MODEL)
 DEFAULT_DRAFT_TOKENS = 4  # SGLang's of STANDALONE; its 12 of NGRAM are a tree's
@@ -119,7 +120,16 @@ class EngineConfig:
     )
     skip_warmup: bool = setting(False, "compile on first use instead of before the first request")
 
-    dp_size: int = setting(1, "data-parallel ranks", flag=False)
+    dp_size: int = setting(1, "data-parallel ranks; the settings of batches and KV pool are of each rank")
+    enable_dp_attention: bool = setting(
+        False, "ranks compute attention for their own requests and share MLPs and vocabulary; dp_size above 1 needs it"
+    )
+    load_balance_method: Literal["round_robin", "shortest_queue"] = setting(
+        "round_robin", "rank of a request that names none; shortest_queue: with the fewest unfinished requests"
+    )
+    dp_sync: Literal["auto", "host", "accelerator"] = setting(
+        "auto", "devices of the ranks' exchange before each launch; auto: the host's with overlap, else the ranks' own"
+    )
     speculative_algorithm: Literal["none", "NGRAM", "STANDALONE", "EAGLE"] = setting(
         "none", "NGRAM: drafts from the request's own tokens; STANDALONE: from a model; EAGLE: replayed traces only"
     )
@@ -162,6 +172,7 @@ class EngineConfig:
                 f"max_total_tokens {self.max_total_tokens} must be a multiple of page_size {self.page_size}"
             )
         self._check_priorities()
+        self._check_ranks()
         self._check_speculation()
         if self.deterministic and self.chunked_prefill_size == -1:
             raise ValueError("deterministic needs chunked_prefill_size: it is the size of every step")
@@ -175,6 +186,15 @@ class EngineConfig:
             )
         if self.random_seed is not None and not 0 <= self.random_seed < 1 << 32:
             raise ValueError(f"random_seed must be at least 0 and below 2**32, not {self.random_seed}")
+
+    def _check_ranks(self) -> None:
+        if self.dp_size > 1 and not self.enable_dp_attention:
+            raise ValueError(
+                f"dp_size {self.dp_size} needs enable_dp_attention: ranks with weights of their own are not built"
+            )
+        for f in dataclasses.fields(self):
+            if f.name in NEED_RANKS and self.dp_size == 1 and getattr(self, f.name) != f.default:
+                raise ValueError(f"{f.name} needs dp_size above 1")
 
     def _check_speculation(self) -> None:
         """Also settles the drafts' number."""

@@ -303,9 +303,6 @@ class Drafts:
     handle: Any
 
 
-Turn = Generator["Sync | Launch | Drafts | Sample | Wait", Any, None]
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Launches:
     """What the turns of several ranks ask together (parallel/group.py): one launch of each local rank, for the same
@@ -321,7 +318,7 @@ class Samples:
     samples: list[Sample]
 
 
-GroupTurn = Generator["Sync | Launches | Drafts | Samples | Wait", Any, None]
+Turn = Generator["Sync | Launch | Launches | Drafts | Sample | Samples | Wait", Any, None]
 
 
 class Runner(Protocol):

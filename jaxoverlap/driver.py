@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxoverlap.core import Drafts, GroupTurn, Launch, Launches, Runner, Sample, Samples, Sync, Turn, Wait
+from jaxoverlap.core import Drafts, Launch, Launches, Runner, Sample, Samples, Sync, Turn, Wait
 
 
 def own_facts(facts: np.ndarray) -> np.ndarray:
@@ -22,7 +22,7 @@ class Driver:
         self.runner = runner
         self.exchange = getattr(runner, "exchange", own_facts)
 
-    def turn(self, turn: Turn | GroupTurn) -> None:
+    def turn(self, turn: Turn) -> None:
         """Runs one turn to its end. Whatever the turn or the runner raises comes out, with the turn closed."""
         answer: Any = None
         try:

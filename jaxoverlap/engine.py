@@ -18,6 +18,7 @@ from jaxoverlap.device.buckets import fit_chunk
 from jaxoverlap.driver import Driver
 from jaxoverlap.loading import OwnedRunner, ServedModel, load, load_grammar_backend
 from jaxoverlap.loop import EngineError, Loop
+from jaxoverlap.parallel.group import Group
 from jaxoverlap.progress import Report
 from jaxoverlap.request_input import split
 from jaxoverlap.sampling_params import SamplingParams
@@ -89,15 +90,22 @@ class Engine:
         self.grammar_backend = grammar_backend
         self.tokenizer = model.tokenizer
         self.sampling_defaults: dict[str, Any] = dict(model.sampling_defaults)
-        self._scheduler = Scheduler(
-            config,
-            max_total_tokens=max_total_tokens,
-            context_length=model.context_length,
-            vocab_size=model.config.vocab_size,
-            decode=None if self.tokenizer is None else partial(self.tokenizer.decode, skip_special_tokens=False),
-            byte_ids=model_byte_ids(model),
-            grammar_backend=grammar_backend,
-        )
+        ranks: range = getattr(runner, "ranks", range(1))  # of this process
+        schedulers = [
+            Scheduler(
+                config,
+                max_total_tokens=max_total_tokens,
+                context_length=model.context_length,
+                vocab_size=model.config.vocab_size,
+                decode=None if self.tokenizer is None else partial(self.tokenizer.decode, skip_special_tokens=False),
+                byte_ids=model_byte_ids(model),
+                grammar_backend=grammar_backend,
+            )
+            for _ in ranks
+        ]
+        self._scheduler: Scheduler | Group = schedulers[0]
+        if config.dp_size > 1:
+            self._scheduler = Group(schedulers, first_rank=ranks[0], load_balance_method=config.load_balance_method)
         self._loop = Loop(self._scheduler, Driver(runner))
         self._submitter = Submitter(config, model, runner, grammar_backend, self._scheduler, self._loop)
         self._control = threading.RLock()  # one pause, resumption, update or end at a time

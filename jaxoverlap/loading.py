@@ -15,6 +15,8 @@ from jaxoverlap.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from jaxoverlap.grammar.backend import LLGuidanceBackend
 
+NOT_WITH_RANKS = ("speculative_algorithm", "max_logprobs", "deterministic")
+
 
 class ServedModel(Protocol):
     """What an engine reads of a model: models.registry.LoadedModel, or the simulated device's."""
@@ -50,6 +52,11 @@ def load(config: EngineConfig, progress: Report | None = None) -> tuple[ServedMo
         from jaxoverlap.device.simulated import simulate
 
         return simulate(config)
+
+    if config.dp_size > 1:
+        from jaxoverlap.parallel.load import load_ranks
+
+        return load_ranks(config, report)
 
     import jax
 
@@ -106,6 +113,11 @@ def check_supported(config: EngineConfig) -> None:
     for field in dataclasses.fields(config):
         if not field.metadata["flag"] and getattr(config, field.name) != field.default:
             raise ValueError(f"{field.name} is not supported yet: leave it at {field.default}")
+    if config.dp_size > 1:
+        defaults = {f.name: f.default for f in dataclasses.fields(config)}
+        for name in NOT_WITH_RANKS:
+            if getattr(config, name) != defaults[name]:
+                raise ValueError(f"{name} is not supported with dp_size above 1: leave it at {defaults[name]}")
     if config.speculative_algorithm == "EAGLE":
         raise ValueError("speculative_algorithm EAGLE is for replayed traces: use NGRAM or STANDALONE")
     if config.speculative_algorithm != "none" and config.max_logprobs:

@@ -12,18 +12,21 @@ from flax import nnx
 from jaxoverlap.checkpoint.fields import Fields
 from jaxoverlap.checkpoint.parts import Part, Parts, nested
 from jaxoverlap.models.layers import Cache, DecoderConfig, DecoderLayer, RMSNorm, Rope, matmul
+from jaxoverlap.models.sharding import ALONE, Ranks, Split
 
 IGNORED_TENSORS = r"(.*\.)?rotary_emb\.inv_freq"  # tables that older checkpoints carry; computed here
 
 
 class Decoder(nnx.Module):
-    """Parameters start at zero: build it under nnx.eval_shape and fill it (checkpoint/load.py)."""
+    """Parameters start at zero: build it under nnx.eval_shape and fill it (checkpoint/load.py). With `ranks` that share
+    them, a rank computes with what `splits` leaves it of each."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, ranks: Ranks = ALONE) -> None:
         c = config
         self.config = c
+        self.ranks = ranks
         self.embedding = nnx.Param(jnp.zeros((c.vocab_size, c.hidden_size), c.dtype))
-        self.layers = nnx.List([DecoderLayer(c) for _ in range(c.num_layers)])
+        self.layers = nnx.List([DecoderLayer(c, ranks) for _ in range(c.num_layers)])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.dtype)
         self.head = None if c.tie_word_embeddings else nnx.Param(jnp.zeros((c.vocab_size, c.hidden_size), c.dtype))
 
@@ -38,7 +41,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """int32 ids [T] -> normed hidden states [T, hidden] and the cache with the tokens' keys and values written.
         `num_layers`: as if there were no more than these first ones."""
-        x = self.embedding[...][ids]
+        x = self.ranks.rows(self.embedding[...], ids)
         angles = self.config.rope.angles(context.positions)
         for i, layer in enumerate(itertools.islice(self.layers, num_layers)):
             x, cache = layer(x, angles, context, cache, i)
@@ -46,8 +49,16 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[B, hidden] -> float32 [B, vocabulary]."""
-        head = self.embedding if self.head is None else self.head
-        return matmul(hidden, head[...], jnp.float32)
+        head = (self.embedding if self.head is None else self.head)[...]
+        return self.ranks.columns(lambda x: matmul(x, head, jnp.float32), hidden, self.config.vocab_size)
+
+    def splits(self) -> dict[str, Split]:
+        """How ranks divide the parameters, by name; each has the whole of those that are not named."""
+        vocabulary = Split(padded=True)
+        splits = {"embedding": vocabulary} | ({} if self.head is None else {"head": vocabulary})
+        for i, layer in enumerate(self.layers):
+            splits |= {f"layers.{i}.mlp.{name}": split for name, split in layer.mlp.splits().items()}
+        return splits
 
     def parts(self) -> Parts:
         """The checkpoint's tensors by parameter."""

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jaxoverlap.checkpoint.parts import Parts, fused, nested
+from jaxoverlap.models.sharding import ALONE, Ranks, Split
 
 Cache = tuple[jax.Array, jax.Array]  # k and v, each [layers * num_locs, K, D]
 
@@ -106,7 +107,8 @@ class Linear(nnx.Module):
         y = matmul(x, self.weight[...])
         if self.bias is not None:
             y = y + self.bias[...]
-        return jnp.split(y, np.cumsum(self.outs)[:-1].tolist(), axis=-1)
+        ends = np.cumsum(self.outs)[:-1] * y.shape[-1] // sum(self.outs)  # a rank's share is as much narrower
+        return jnp.split(y, ends.tolist(), axis=-1)
 
     def parts(self, names: Sequence[str]) -> Parts:
         parts = {"weight": fused([f"{n}.weight" for n in names], self.outs)}
@@ -181,11 +183,19 @@ class GatedMLP(nnx.Module):
             "down", self.down.parts([f"{name}.down_proj"])
         )
 
+    def splits(self) -> dict[str, Split]:
+        """See Decoder.splits: a share of the intermediate features."""
+        splits = {"gate_up.weight": Split(groups=2), "down.weight": Split(axis=1)}
+        if self.gate_up.bias is not None:
+            splits |= {"gate_up.bias": Split(groups=2), "down.bias": Split(first_only=True)}
+        return splits
+
 
 class DecoderLayer(nnx.Module):
     """Pre-norm residual block: attention, then MLP."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
@@ -196,7 +206,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         y, cache = self.attention(self.attention_norm(x), angles, context, cache, layer)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), cache
+        return x + self.ranks.summed(self.mlp, self.mlp_norm(x)), cache
 
     def parts(self, name: str) -> Parts:
         return {

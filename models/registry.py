@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jaxoverlap.checkpoint.errors import CheckpointError
 from jaxoverlap.checkpoint.fetch import DEMO_MODELS, fetch
@@ -25,8 +26,12 @@ from jaxoverlap.models.decoder import IGNORED_TENSORS, Decoder
 from jaxoverlap.models.layers import DecoderConfig
 from jaxoverlap.models.llama import llama_config, mistral_config
 from jaxoverlap.models.qwen3 import qwen2_config, qwen3_config
+from jaxoverlap.models.sharding import ALONE
 from jaxoverlap.progress import Report
 from jaxoverlap.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxoverlap.parallel.mesh import RankMesh
 
 ARCHITECTURES: dict[str, Callable[[Fields, str], DecoderConfig]] = {
     "LlamaForCausalLM": llama_config,
@@ -52,13 +57,14 @@ class LoadedModel:
     sampling_defaults: dict[str, Any]
 
 
-def load(config: EngineConfig, *, progress: Report | None = None) -> LoadedModel:
-    """Raises CheckpointError, FetchError or ValueError naming the file, the field, or the setting and its limit."""
+def load(config: EngineConfig, *, mesh: RankMesh | None = None, progress: Report | None = None) -> LoadedModel:
+    """`mesh`: the ranks that share the weights. Raises CheckpointError, FetchError or ValueError naming the file, the
+    field, or the setting and its limit."""
     name = config.model_path
     if name == "checksum":
         module = ChecksumModel()
         return LoadedModel(name, module, module.config, None, _context_length(config, module.config), {})
-    loaded = load_directory(directory_of(name, progress=progress), config, progress=progress)
+    loaded = load_directory(directory_of(name, progress=progress), config, mesh=mesh, progress=progress)
     return loaded if Path(name).is_dir() else dataclasses.replace(loaded, name=name)
 
 
@@ -74,10 +80,15 @@ def directory_of(name: str, *, progress: Report | None = None) -> Path:
 
 
 def load_directory(
-    directory: Path, config: EngineConfig, *, sharding: Place | None = None, progress: Report | None = None
+    directory: Path,
+    config: EngineConfig,
+    *,
+    sharding: Place | None = None,
+    mesh: RankMesh | None = None,
+    progress: Report | None = None,
 ) -> LoadedModel:
     """config.json and weights of a directory, and where present tokenizer.json and generation_config.json.
-    `sharding`: where each parameter goes, see checkpoint/load.py."""
+    `sharding`: where each parameter goes, see checkpoint/load.py; or a `mesh` of ranks, each with its share."""
     fields = Fields.read(directory / "config.json")
     model_config = _architecture(fields)(fields, _dtype(config.dtype, fields))
     context_length = _context_length(config, model_config)
@@ -87,8 +98,16 @@ def load_directory(
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     model_config = dataclasses.replace(model_config, eos_token_ids=tuple(sorted(eos)))
+    ranks, put = ALONE, None
+    if mesh is not None:
+        ranks, put = mesh.ranks, mesh.placing(nnx.eval_shape(lambda: Decoder(model_config)).splits())
     module = load_parameters(
-        lambda: Decoder(model_config), directory, ignored=IGNORED_TENSORS, sharding=sharding, progress=progress
+        lambda: Decoder(model_config, ranks),
+        directory,
+        ignored=IGNORED_TENSORS,
+        sharding=sharding,
+        put=put,
+        progress=progress,
     )
     return LoadedModel(directory.name, module, model_config, tokenizer, context_length, defaults)
 

@@ -7,6 +7,9 @@ from pathlib import Path
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
+
+jax.config.update("jax_num_cpu_devices", 4)  # for the ranks of tests/parallel; before JAX starts
+
 import pytest
 from helpers_models import demo_model_dir
 

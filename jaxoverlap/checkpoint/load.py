@@ -4,6 +4,7 @@ already placed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from jaxoverlap.progress import Report, silent
 Checkpoint = hf.Checkpoint | orbax.Checkpoint
 Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 """(parameter, shape) -> where it goes."""
+Put = Callable[[str, Callable[[], np.ndarray]], jax.Array]
+"""(parameter, what reads all of it) -> the array on the devices."""
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -36,19 +39,22 @@ def load_parameters(
     *,
     ignored: str = "$^",
     sharding: Place | None = None,
+    put: Put | None = None,
     progress: Report | None = None,
 ) -> Any:
     """The module that `build` makes, its parameters taken from `directory` in the dtypes that the module states.
 
     The module says what it is made of: `parts()`, and `duplicates()` for tensors that may repeat another. `ignored`
     is a pattern of whole names of safetensors that are left aside. Parameters go to JAX's default device, or where
-    `sharding` says: then of an Orbax checkpoint each device's share alone is read. Raises CheckpointError naming a
-    tensor that is missing, unknown, of the wrong shape or dtype, or cannot be divided so.
+    `sharding` says: then of an Orbax checkpoint each device's share alone is read; or where `put` brings them. Raises
+    CheckpointError naming a tensor that is missing, unknown, of the wrong shape or dtype, or cannot be divided so.
     """
     tree = ParameterTree.of(build)
     with open_checkpoint(directory) as checkpoint:
         checkpoint.check(tree, ignored)
         names = counted(tree, "loading weights", progress)
+        if put is not None:
+            return tree.module({name: put(name, partial(checkpoint.read, tree, name)) for name in names})
         return tree.module({name: _placed(checkpoint, tree, name, sharding) for name in names})
 
 

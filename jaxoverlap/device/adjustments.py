@@ -18,7 +18,7 @@ import numpy as np
 from jaxoverlap.device.layout import Layout
 
 if TYPE_CHECKING:
-    from jaxoverlap.core import Request
+    from jaxoverlap.core import Launch, Request
 
 ENTRIES = 256  # ids of one call of the write_adjustments program
 
@@ -68,6 +68,16 @@ def write_adjustments(layout: Layout, tables: Tables, packed: jax.Array) -> Tabl
         bias=written(tables.bias, jax.lax.bitcast_convert_type(f["bias"], jnp.float32)),
         stops=tables.stops.at[slot].set(f["stops"]),
     )
+
+
+def launch_adjustments(
+    layout: Layout, launch: Launch, vocab_size: int, eos_token_ids: Sequence[int]
+) -> Iterator[np.ndarray]:
+    """Those of all requests that a launch prefills, but for one in the middle of its prompt: its sample counts
+    nowhere."""
+    for slot, request in zip(launch.slots.tolist(), launch.requests[: launch.num_prefill]):
+        if request.params.adjustments and request is not launch.chunked:
+            yield from pack_adjustments(layout, slot, request, vocab_size, eos_token_ids)
 
 
 def pack_adjustments(

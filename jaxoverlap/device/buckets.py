@@ -62,6 +62,8 @@ class Buckets:
         if config.deterministic:
             tokens = max(largest, rows[-1])
             return cls((), (Bucket(tokens, rows[-1], -(-tokens // config.page_size) + rows[-1], False),))
+        if config.dp_size > 1:  # rows that decode run with what another rank extends
+            largest = max(largest, rows[-1])
         extend = []
         for tokens in extend_tokens(largest):
             height = rows[min(bisect_left(rows, tokens), len(rows) - 1)]

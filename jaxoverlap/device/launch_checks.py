@@ -16,13 +16,6 @@ def check_range(launch: Launch, what: str, values: np.ndarray, limit: int) -> No
         )
 
 
-def check_distinct(launch: Launch) -> None:
-    """An entry named twice with the same page is harmless; with two pages the order of a scatter would decide."""
-    entries, with_pages = (len(np.unique(x, axis=1).T) for x in (launch.page_writes[:2], launch.page_writes))
-    if entries < with_pages:
-        raise ValueError(f"launch {launch.number} writes an entry of the page table twice")
-
-
 def raise_faults(launch: Launch, faults: np.ndarray) -> None:
     for row in np.flatnonzero(faults != FAULT_NONE):
         slot = int(launch.slots[row])

@@ -32,13 +32,18 @@ def check_pool_settings(config: EngineConfig, platform: str) -> None:
 
 
 def default_max_total_tokens(
-    cache_shapes: CacheShapes, config: EngineConfig, context_length: int, device: jax.Device | None = None
+    cache_shapes: CacheShapes,
+    config: EngineConfig,
+    context_length: int,
+    device: jax.Device | None = None,
+    ranks: int = 1,
 ) -> int:
     """The KV pool in tokens, a multiple of the page size, for `config.max_total_tokens` None.
 
     Never more than all request slots can fill (max_running_requests * context_length). On CPU at most 1 GiB and an
     eighth of the machine's memory. On a GPU what `mem_fraction_static` of the memory leaves once the weights (load them
-    first) and all else in use are taken off. Raises ValueError if that is not one page.
+    first) and all else in use are taken off. `ranks` of one process share a CPU's memory. Raises ValueError if that is
+    not one page.
     """
     device = device or jax.devices()[0]
     page = config.page_size
@@ -47,7 +52,7 @@ def default_max_total_tokens(
     if stats:
         room = int(stats["bytes_limit"] * config.mem_fraction_static) - stats["bytes_in_use"]
     else:
-        room = min(CPU_POOL_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // CPU_POOL_SHARE)
+        room = min(CPU_POOL_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // CPU_POOL_SHARE) // ranks
     fits = max(0, room // per_token // page - 1)  # one page is never given out
     pages = min(fits, -(-config.max_running_requests * context_length // page))
     if pages < 1:

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxoverlap.device.adjustments import layout as adjustments_layout
 from jaxoverlap.device.adjustments import write_adjustments
@@ -24,33 +26,46 @@ from jaxoverlap.device.state import State
 from jaxoverlap.device.step import Steps, write_pages
 from jaxoverlap.device.verify import draft, score, verify
 from jaxoverlap.kernels.backend import quiet_lowering
+from jaxoverlap.models.sharding import AXIS
 
 Progress = Callable[[int, int, str], None]
 
 
-def whole_state(state: State, out: Any) -> State:
-    """Of a program that gives (state, results) back."""
-    return out[0]
+WEIGHTS, STATE = "weights", "state"
 
 
-def untouched(state: State, out: Any) -> State:
-    return state
+def nothing() -> tuple[Any, ...]:
+    return ()
 
 
-def replaces(name: str) -> Callable[[State, Any], State]:
-    """Of a program that takes and gives back one field of the state."""
-    return lambda state, out: dataclasses.replace(state, **{name: out})
+@dataclass(frozen=True)
+class Over:
+    """A mesh of data-parallel ranks (models/sharding.py), over which every program is spread: each rank runs it on its
+    own share. What of the ranks lies in one array, lies there rank after rank along the first axis; `weights` are
+    divided as they say."""
 
+    mesh: jax.sharding.Mesh
+    weights: tuple[PartitionSpec, ...]
 
-def weights_and_state(weights: Any, state: State) -> tuple[Any, ...]:
-    return weights, state
+    def spread(self, step: Callable[..., Any], program: Program) -> Callable[..., Any]:
+        takes: list[Any] = [self.weights if name == WEIGHTS else PartitionSpec(AXIS) for name in program.takes]
+        takes += [PartitionSpec(AXIS)] * (len(program.extra()) + 1)
+        return jax.shard_map(
+            step, mesh=self.mesh, in_specs=tuple(takes), out_specs=PartitionSpec(AXIS), check_vma=False
+        )
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """Of all ranks, each with that shape."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        whole = (shape[0] * self.mesh.size, *shape[1:])
+        return jax.make_array_from_callback(whole, sharding, lambda _: np.zeros(shape, dtype))
 
 
 @dataclass(slots=True)
 class Program:
-    """One jitted function. It is called with what `arguments(weights, state)` gives (on padding: those of a step are
-    the caller's) and a packed array; of these number `donate` is given up, None: none. `put(state, results)` is the
-    state after the call.
+    """One jitted function. It `takes` the weights, the state or fields of it, then what is `extra` (arrays that another
+    program has left, here their shapes), then a packed array. With `puts` it gives up that argument, and gives it back:
+    the state as the first of two results, a field of it as the only one.
 
     Warm-up puts the compiled program into `call`: unlike a jitted function, it is not compiled anew when the process
     changes JAX's settings or imports a module that adds one."""
@@ -58,20 +73,41 @@ class Program:
     name: str
     step: Callable[..., Any]
     layout: Layout
-    donate: int | None = 1
-    arguments: Callable[[Any, State], tuple[Any, ...]] = weights_and_state
-    put: Callable[[State, Any], State] = whole_state
+    takes: tuple[str, ...] = (WEIGHTS, STATE)
+    puts: str | None = STATE
+    extra: Callable[[], tuple[Any, ...]] = nothing
+    over: Over | None = None
     call: Any = field(init=False)
     out: Any = field(init=False)  # shapes of the results, once lowered
 
     def __post_init__(self) -> None:
-        named = functools.wraps(self.step)(lambda *args: self.step(*args))
+        step = self.step if self.over is None else self.over.spread(self.step, self)
+        named = functools.wraps(self.step)(lambda *args: step(*args))
         named.__name__ = named.__qualname__ = self.name
         self.call = jax.jit(named, donate_argnums=() if self.donate is None else self.donate)
 
+    @property
+    def donate(self) -> int | None:
+        """Number of the argument that is given up."""
+        return None if self.puts is None else self.takes.index(self.puts)
+
+    def arguments(self, weights: Any, state: State) -> tuple[Any, ...]:
+        """What it takes, but for what is extra and the packed array."""
+        there = {WEIGHTS: weights, STATE: state}
+        return tuple(there[name] if name in there else getattr(state, name) for name in self.takes)
+
+    def put(self, state: State, out: Any) -> State:
+        """The state after a call that gave `out`."""
+        if self.puts is None:
+            return state
+        return out[0] if self.puts == STATE else dataclasses.replace(state, **{self.puts: out})
+
     def padding(self, weights: Any, state: State) -> tuple[Any, ...]:
         """Arguments that touch nothing but the padding row and page; the state may be one of shapes."""
-        return *self.arguments(weights, state), self.layout.empty()[0]
+        zeros = jnp.zeros if self.over is None else self.over.zeros
+        extra = jax.tree.map(lambda x: zeros(x.shape, x.dtype), self.extra())
+        packed = self.layout.empty()[0] if self.over is None else self.over.zeros((self.layout.size,), np.int32)
+        return *self.arguments(weights, state), *extra, packed
 
 
 class Programs:
@@ -87,17 +123,15 @@ class Programs:
         script_len: int = 0,
         cut: bool = False,
         max_logprobs: int = 0,
+        over: Over | None = None,
     ) -> None:
         self.guard = CompileGuard()
         self.table: dict[str, Program] = {}
-        pages = Program(
-            "write_pages", write_pages, PAGES_LAYOUT, 0, lambda _, s: (s.page_table,), replaces("page_table")
-        )
+        self._over = over
         entries = adjustments_layout(vocab_size)
         write = functools.partial(write_adjustments, entries)
-        tables = Program("write_adjustments", write, entries, 0, lambda _, s: (s.tables,), replaces("tables"))
-        for program in (pages, tables):
-            self._add(program)
+        self._add("write_pages", write_pages, PAGES_LAYOUT, ("page_table",), "page_table")
+        self._add("write_adjustments", write, entries, ("tables",), "tables")
         whole = (*buckets.decode, *buckets.extend)
         if steps.speculator is not None:
             whole = buckets.extend
@@ -105,55 +139,55 @@ class Programs:
                 self._add_verifying(steps, bucket, steps.speculator.num_draft_tokens, vocab_size if cut else None)
         for bucket in whole:
             layout = step_layout(bucket, script_len)
-            self._add(Program(bucket.name, steps.fused(bucket, layout), layout))
+            self._add(bucket.name, steps.fused(bucket, layout), layout)
             if not cut:
                 continue
-            forward = Program(f"forward_{bucket.name}", steps.forward(bucket, layout), layout)
-            self._add(forward)
-            self._add_sampling(steps, bucket, forward, vocab_size, max_logprobs)
+            self._add(f"forward_{bucket.name}", steps.forward(bucket, layout), layout)
+            self._add_sampling(steps, bucket, vocab_size, max_logprobs)
 
-    def _add(self, program: Program) -> None:
-        self.table.setdefault(program.name, program)
+    def _add(
+        self,
+        name: str,
+        step: Callable[..., Any],
+        layout: Layout,
+        takes: tuple[str, ...] = (WEIGHTS, STATE),
+        puts: str | None = STATE,
+        extra: Callable[[], tuple[Any, ...]] = nothing,
+    ) -> None:
+        if name not in self.table:
+            self.table[name] = Program(name, step, layout, takes, puts, extra, self._over)
 
     def _add_verifying(self, steps: Steps, bucket: Bucket, tokens: int, masked: int | None) -> None:
         """`masked`: the vocabulary of masks, where there may be some."""
         layout = verify_layout(bucket, tokens, None)
-        self._add(Program(f"verify_{bucket.rows}", verify(steps, layout), layout))
+        self._add(f"verify_{bucket.rows}", verify(steps, layout), layout)
         if masked is None:
             return
 
-        def drafted(weights: Any, state: State) -> tuple[Any, ...]:
-            return weights, state, jnp.zeros((tokens - 1, bucket.rows), jnp.int32)
+        def drafts() -> tuple[Any, ...]:
+            return (jax.ShapeDtypeStruct((tokens - 1, bucket.rows), jnp.int32),)
 
         layout = verify_layout(bucket, tokens, masked)
-        self._add(Program(f"draft_{bucket.rows}", draft(steps, layout), layout))
-        self._add(Program(f"score_{bucket.rows}", score(steps, layout), layout, 1, drafted))
+        self._add(f"draft_{bucket.rows}", draft(steps, layout), layout)
+        self._add(f"score_{bucket.rows}", score(steps, layout), layout, (WEIGHTS, STATE), STATE, drafts)
 
-    def _add_sampling(self, steps: Steps, bucket: Bucket, forward: Program, vocab_size: int, max_logprobs: int) -> None:
+    def _add_sampling(self, steps: Steps, bucket: Bucket, vocab_size: int, max_logprobs: int) -> None:
         """What follows `forward`: sampling and, with `max_logprobs`, details; named by rows, buckets may share them."""
-
-        def logits(*_: Any) -> jax.Array:
-            return jnp.zeros((bucket.rows, vocab_size), jnp.float32)
-
-        def sampled(_: Any, state: State) -> tuple[Any, ...]:
-            return state, (logits(), jnp.zeros((bucket.rows,), jnp.int32) if steps.poison else None)
-
-        def hidden(weights: Any, _: State) -> tuple[Any, ...]:
-            shape = forward.out[2]
-            return weights, jnp.zeros(shape.shape, shape.dtype)
-
+        forward = self.table[f"forward_{bucket.name}"]
+        logits = jax.ShapeDtypeStruct((bucket.rows, vocab_size), jnp.float32)
+        faults = jax.ShapeDtypeStruct((bucket.rows,), jnp.int32) if steps.poison else None
         layout = sample_layout(bucket.rows, vocab_size)
-        self._add(Program(f"sample_{bucket.rows}", steps.sample(layout), layout, 0, sampled))
+        self._add(f"sample_{bucket.rows}", steps.sample(layout), layout, (STATE,), STATE, lambda: ((logits, faults),))
         if not max_logprobs:
             return
         layout = output_layout(bucket.rows, max_logprobs)
-        name = f"output_logprobs_{bucket.rows}"
-        self._add(Program(name, output_logprobs(layout), layout, None, lambda *_: (logits(),), untouched))
+        self._add(f"output_logprobs_{bucket.rows}", output_logprobs(layout), layout, (), None, lambda: (logits,))
         if bucket.is_decode:
             return
         layout = input_layout(bucket, max_logprobs)
         step = input_logprobs(steps.graph, steps.tree, block_of(bucket), layout)
-        self._add(Program(f"input_logprobs_{bucket.tokens}", step, layout, None, hidden, untouched))
+        name = f"input_logprobs_{bucket.tokens}"
+        self._add(name, step, layout, (WEIGHTS,), None, lambda: (forward.out[2],))
 
     def __getitem__(self, name: str) -> Program:
         """Raises RuntimeError after `close`."""

@@ -13,13 +13,12 @@ from flax import nnx
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Launch, Sample, StepResult
 from jaxoverlap.device import fetching
-from jaxoverlap.device.adjustments import pack_adjustments
+from jaxoverlap.device.adjustments import launch_adjustments
 from jaxoverlap.device.buckets import Bucket, Buckets
 from jaxoverlap.device.handle import Handle
-from jaxoverlap.device.launch_checks import check_distinct, check_range, raise_faults
+from jaxoverlap.device.launch_checks import check_range, raise_faults
 from jaxoverlap.device.logprobs import launch_details
 from jaxoverlap.device.packing import (
-    PAGE_WRITES,
     next_packed,
     pack_pages,
     pack_sample,
@@ -27,6 +26,7 @@ from jaxoverlap.device.packing import (
     pack_verify,
     unpack_outputs,
 )
+from jaxoverlap.device.page_writes import PageWrites
 from jaxoverlap.device.parameters import Parameters
 from jaxoverlap.device.programs import Program, Programs, Progress
 from jaxoverlap.device.state import Script, initial_state
@@ -76,7 +76,6 @@ class JaxRunner:
         self.num_pages = max_total_tokens // config.page_size
         self._rows = config.max_running_requests + 1
         self._table_pages = -(-(context_length + 2 * config.verify_reserve) // config.page_size)
-        self._page_limits = np.array([[self._rows], [self._table_pages], [self.num_pages + 1]], np.uint32)
         self._vocab_size = vocab_size = model.config.vocab_size
         self._eos_token_ids = tuple(model.config.eos_token_ids)
         self.max_logprobs = config.max_logprobs
@@ -84,6 +83,7 @@ class JaxRunner:
             raise ValueError(f"max_logprobs {self.max_logprobs} is above the vocabulary of {vocab_size} ids")
         self._cut = cut or self.max_logprobs > 0
         self._script, self._poison = script, config.poison_future_map
+        self._page_writes = PageWrites(self._rows, self._table_pages, self.num_pages + 1, self._poison)
         self._speculator = speculator
         self._resident: _Resident | None = None
         draft = None if speculator is None else speculator.draft
@@ -292,24 +292,15 @@ class JaxRunner:
 
     def _write_pages_ahead(self, launch: Launch, room: int) -> np.ndarray:
         """Sends the page writes that the step's array has no room for; gives the rest."""
-        page_writes = launch.page_writes
-        if page_writes.size:
-            if np.count_nonzero(page_writes.view(np.uint32) >= self._page_limits):
-                for name, values, (limit,) in zip(("slot", "index", "page"), page_writes, self._page_limits.tolist()):
-                    check_range(launch, f"page_writes: {name}", values, limit)
-            if self._poison:
-                check_distinct(launch)
-        while page_writes.shape[1] > room:
-            now, page_writes = page_writes[:, :PAGE_WRITES], page_writes[:, PAGE_WRITES:]
-            self._write("write_pages", pack_pages(now))
-        return page_writes
+        ahead, rest = self._page_writes.split(launch, room)
+        for writes in ahead:
+            self._write("write_pages", pack_pages(writes))
+        return rest
 
     def _write_adjustments(self, launch: Launch) -> None:
-        for slot, request in zip(launch.slots.tolist(), launch.requests[: launch.num_prefill]):
-            if request.params.adjustments and request is not launch.chunked:  # a chunk's sample counts nowhere
-                layout = self._programs["write_adjustments"].layout
-                for packed in pack_adjustments(layout, slot, request, self._vocab_size, self._eos_token_ids):
-                    self._write("write_adjustments", packed)
+        layout = self._programs["write_adjustments"].layout
+        for packed in launch_adjustments(layout, launch, self._vocab_size, self._eos_token_ids):
+            self._write("write_adjustments", packed)
 
     def _write(self, name: str, packed: np.ndarray) -> None:
         """Calls a program that changes a field of the state."""

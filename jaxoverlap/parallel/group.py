@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxoverlap.core import (
-    GroupTurn,
     Launch,
     Launches,
     Output,
@@ -140,7 +139,7 @@ class Group:
         total["last_result"] = max((m["last_result"] for m in ranks if m["last_result"] is not None), default=None)
         return {**total, "ranks": ranks}
 
-    def turn(self) -> GroupTurn:
+    def turn(self) -> Turn:
         """One turn of every rank. Raises RankError."""
         turns = [s.turn() for s in self.schedulers]
         try:
@@ -149,7 +148,7 @@ class Group:
             for turn in turns:
                 turn.close()
 
-    def _together(self, turns: list[Turn]) -> GroupTurn:
+    def _together(self, turns: list[Turn]) -> Turn:
         answers: list[Any] = [None] * len(turns)
         live = list(range(len(turns)))
         while live:

@@ -121,7 +121,8 @@ class Scenario:
     about: str = ""
 
     def engine_config(self, overlap: bool, **more: Any) -> EngineConfig:
-        return EngineConfig(model_path="checksum", disable_overlap_schedule=not overlap, **{**self.config, **more})
+        settings = {**self.config, "enable_dp_attention": self.config.get("dp_size", 1) > 1, **more}
+        return EngineConfig(model_path="checksum", disable_overlap_schedule=not overlap, **settings)
 
 
 def load_scenario(path: str | Path) -> Scenario:
