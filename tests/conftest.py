@@ -8,14 +8,16 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 4)  # for the ranks of tests/parallel; before JAX starts
-
 import pytest
 from helpers_models import demo_model_dir
 
 from jaxoverlap.device.compile_cache import enable_compilation_cache
 from jaxoverlap.kernels.backend import TRITON_DEPRECATED
 from jaxoverlap.paths import cache_dir
+
+
+def pytest_configure() -> None:
+    jax.config.update("jax_num_cpu_devices", 4)  # for the ranks of tests/parallel, before JAX starts
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
