@@ -7,7 +7,6 @@ from pathlib import Path
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
-
 import pytest
 from helpers_models import demo_model_dir
 

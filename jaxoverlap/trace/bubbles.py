@@ -9,6 +9,7 @@ from jaxoverlap.trace.events import Span, Trace
 
 HOST_LATE = "host late"
 DELAYED_SAMPLING = "delayed sampling"
+EXCHANGE = "exchange"
 CALLER = "caller"
 CAUSES = {
     HOST_LATE: "host work of a turn that launches",
@@ -17,6 +18,7 @@ CAUSES = {
     "no work": "no request could run",
     "consecutive prefill": "a prefill's result handled before the next prefill is launched",
     "compile": "a program compiled inside a launch",
+    EXCHANGE: "waiting for the other ranks' facts",
     CALLER: "no turn was made: the caller had the control",
 }
 
@@ -68,6 +70,6 @@ def _disjoint(spans: list[Span]) -> list[tuple[float, float, str]]:
     for span in sorted(spans, key=lambda s: s.begin):
         begin = max(span.begin, until)
         if span.end > begin:
-            out.append((begin, span.end, span.cause or HOST_LATE))
+            out.append((begin, span.end, span.cause or (EXCHANGE if span.kind == "sync" else HOST_LATE)))
             until = span.end
     return out

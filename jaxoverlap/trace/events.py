@@ -6,13 +6,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 # Kinds of host time that are no waiting.
-WORK = ("receive", "compose", "launch", "mask", "sample", "sync", "process", "stream")
+WORK = ("receive", "compose", "launch", "mask", "sample", "process", "stream")
 LANES = ("host", "launch", "delayed sampling", "device", "wait")
 LANE_OF = {  # of a host span; the others are "host"
     "launch": "launch",
     "mask": "delayed sampling",
     "sample": "delayed sampling",
     "wait": "wait",
+    "sync": "wait",
 }
 
 
@@ -21,9 +22,9 @@ class Span:
     """A stretch of time, in seconds of `time.perf_counter`.
 
     Host kinds: `receive` (requests and operations that came in), `compose` (until the launch, with masks known by
-    then), `launch` and `sample` (the call that gives the device work), `mask` (of a delayed sampling), `sync`, `wait`
-    (blocked on a result), `process` (from the result on, and what is left of the turn), `stream` (outputs to callers,
-    text included).
+    then), `launch` and `sample` (the call that gives the device work), `mask` (of a delayed sampling), `wait` (blocked
+    on a result), `sync` (blocked on what the other ranks tell), `process` (from the result on, and what is left of the
+    turn), `stream` (outputs to callers, text included).
     Device kinds: `step`, or with delayed sampling `forward` and `sample`.
     `cause` says of a host span why the device stands still where it does meanwhile; "" for host work that comes late.
     """

@@ -8,16 +8,26 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from jaxoverlap.core import Drafts, Launch, Runner, Sample, Sync, Turn, Wait
+from jaxoverlap.core import Drafts, ForwardMode, Launch, Launches, Runner, Sample, Samples, Sync, Turn, Wait
 from jaxoverlap.driver import Driver
 from jaxoverlap.trace.events import Trace
 from jaxoverlap.trace.read import ASK, CAUSE, COMPILED, END, FORWARD, GAINED, MARK, READY, SPANS, STREAM, TURN, read
 
-KINDS: dict[type, str] = {Launch: "launch", Sample: "sample", Wait: "wait", Sync: "sync", Drafts: "wait"}
+KINDS: dict[type, str] = {
+    Launch: "launch",
+    Launches: "launch",
+    Sample: "sample",
+    Samples: "sample",
+    Wait: "wait",
+    Drafts: "wait",
+}
 ANNOTATIONS: dict[type, tuple[str, ...]] = {
     Launch: ("run_batch",),
+    Launches: ("run_batch",),
     Sample: ("launch_batch_sample_if_needed",),
+    Samples: ("launch_batch_sample_if_needed",),
     Wait: ("process_batch_result", "wait"),
+    Drafts: ("wait",),
 }
 
 
@@ -38,6 +48,7 @@ class Recorder(Driver):
         self._tells_forwards = hasattr(runner, "is_forward_ready")
         self._in_flight: deque[tuple[int, Any]] = deque()  # launches not seen ready yet, of a runner without spans
         self._forward: tuple[int, Any] | None = None  # the one that waits for its sampling, while it is not seen ready
+        self._told = 0  # number of the last launch whose spans the device has told
 
     def trace(self) -> Trace:
         return read(self._log)
@@ -64,21 +75,35 @@ class Recorder(Driver):
                 if kind is Sync:
                     note((ASK, "sync", asked, done, 0, None, 0))
                     continue
-                launch: Launch = ask if kind is Launch else ask.launch
-                note((ASK, KINDS[kind], asked, done, launch.number, launch.mode, len(launch.requests)))
+                launches = _launches(ask)
+                launch, handle = launches[0], answer
+                if kind is Launches:
+                    handle = answer[0]  # the ranks' steps are one
+                note(
+                    (
+                        ASK,
+                        KINDS[kind],
+                        asked,
+                        done,
+                        launch.number,
+                        _mode(launch),
+                        sum(len(x.requests) for x in launches),
+                    )
+                )
                 if self._tells_compiles and self.runner.compiles != compiles:  # type: ignore[attr-defined]
                     note((COMPILED, launch.number))
                 if kind is Wait and answer.accept_lens is not None:
                     note((GAINED, launch.number, int(answer.accept_lens.sum())))
                 if self._tells_spans:
-                    if kind is Wait:
+                    if kind is Wait and launch.number != self._told:
                         note((SPANS, launch.number, self.runner.device_spans(ask.handle)))  # type: ignore[attr-defined]
-                elif kind is Launch:
-                    self._in_flight.append((launch.number, answer))
-                    if launch.delay_sample and self._tells_forwards:
-                        self._forward = launch.number, answer
+                        self._told = launch.number
+                elif kind is Launch or kind is Launches:
+                    self._in_flight.append((launch.number, handle))
+                    if self._tells_forwards and any(x.delay_sample for x in launches):
+                        self._forward = launch.number, handle
                     self._poll(done)
-                elif kind is Sample:
+                elif kind is Sample or kind is Samples:
                     self._forward = None
                 elif kind is Wait:
                     self._waited(launch.number, done)
@@ -140,13 +165,7 @@ class Annotator(Recorder):
         if type(ask) is Sync:
             return super().answer(ask)
         self._leave(everything=True)
-        names = {
-            Launch: ["run_batch"],
-            Sample: ["launch_batch_sample_if_needed"],
-            Wait: ["process_batch_result", "wait"],
-            Drafts: ["wait"],
-        }
-        for name in names[type(ask)]:
+        for name in ANNOTATIONS[type(ask)]:
             self._enter(name)
         answer = super().answer(ask)
         self._leave()
@@ -162,3 +181,19 @@ class Annotator(Recorder):
             self._open.pop().__exit__(None, None, None)
             if not everything:
                 return
+
+
+def _launches(ask: Any) -> list[Launch]:
+    """What the turn asked about; of a group those of its ranks, for one step."""
+    if type(ask) is Launches:
+        return ask.launches
+    if type(ask) is Samples:
+        return [sample.launch for sample in ask.samples]
+    return [ask if type(ask) is Launch else ask.launch]
+
+
+def _mode(launch: Launch) -> ForwardMode:
+    """Of the step, which all ranks share."""
+    if launch.global_num_tokens is None:
+        return launch.mode
+    return ForwardMode.EXTEND if launch.is_extend_in_batch else ForwardMode.DECODE

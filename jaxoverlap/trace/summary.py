@@ -17,7 +17,8 @@ def summarize(traces: Sequence[Trace]) -> dict[str, Any]:
     """What traces of the same loop say, taken together, about where the time went.
 
     `step_ms`: from one decode result to the next, where the launches follow each other. `host_ms`: host work of a turn
-    that launched a decode step (everything but waiting). `wait_ms`: blocked on the device in such a turn. `hidden`:
+    that launched a decode step (everything but waiting). `wait_ms`: blocked on the device, or on the
+    other ranks, in such a turn. `hidden`:
     share of all host work that ran while a launched step was not ready yet, counted from the return of the launch call
     (so a step never hides its own launch). `device_busy`: share of the time between first launch and last result.
     `parts_ms`: mean per decode turn, by kind. `idle_ms`: device idle between its first step and its last, in all traces
@@ -32,7 +33,7 @@ def summarize(traces: Sequence[Trace]) -> dict[str, Any]:
         "decode_steps": sum(s.mode == "DECODE" and s.kind != "sample" for s in spans),
         "step_ms": percentiles([t for trace in traces for t in step_times(trace)]),
         "host_ms": percentiles([sum(s.length for s in turn if s.kind in WORK) for turn in turns]),
-        "wait_ms": percentiles([sum(s.length for s in turn if s.kind == "wait") for turn in turns]),
+        "wait_ms": percentiles([sum(s.length for s in turn if s.kind in ("wait", "sync")) for turn in turns]),
         "hidden": sum(_hidden(trace) for trace in traces) / work if work else None,
         "device_busy": sum(s.length for s in spans) / length if length else None,
         "parts_ms": _parts(turns),
