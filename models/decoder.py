@@ -1,4 +1,5 @@
-"""The decoder that all families share (rotary positions, grouped queries, gated MLP), and how config.json states it."""
+"""The decoder that all families share (rotary positions, grouped queries, gated MLPs or mixtures of experts), and how
+config.json states it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from flax import nnx
 
 from jaxoverlap.checkpoint.fields import Fields
 from jaxoverlap.checkpoint.parts import Part, Parts, nested
-from jaxoverlap.models.layers import Cache, DecoderConfig, DecoderLayer, RMSNorm, Rope, matmul
+from jaxoverlap.models.layers import Cache, DecoderConfig, DecoderLayer, GatedMLP, RMSNorm, Rope, matmul
+from jaxoverlap.models.moe import SparseMLP
 
 IGNORED_TENSORS = r"(.*\.)?rotary_emb\.inv_freq"  # tables that older checkpoints carry; computed here
 
@@ -23,7 +25,7 @@ class Decoder(nnx.Module):
         c = config
         self.config = c
         self.embedding = nnx.Param(jnp.zeros((c.vocab_size, c.hidden_size), c.dtype))
-        self.layers = nnx.List([DecoderLayer(c) for _ in range(c.num_layers)])
+        self.layers = nnx.List([DecoderLayer(c, mlp_of(c, i)) for i in range(c.num_layers)])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.dtype)
         self.head = None if c.tie_word_embeddings else nnx.Param(jnp.zeros((c.vocab_size, c.hidden_size), c.dtype))
 
@@ -62,6 +64,13 @@ class Decoder(nnx.Module):
     def duplicates(self) -> dict[str, str]:
         """Tensors that a checkpoint may hold beside an equal one: name -> the one that is used."""
         return {} if self.head is not None else {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def mlp_of(config: DecoderConfig, layer: int) -> GatedMLP | SparseMLP:
+    """What a layer has behind its attention."""
+    if config.moe is None or layer in config.moe.dense_layers:
+        return GatedMLP(config)
+    return SparseMLP(config.moe, config.hidden_size, config.dtype)
 
 
 def decoder_config(

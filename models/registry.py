@@ -25,6 +25,7 @@ from jaxoverlap.models.decoder import IGNORED_TENSORS, Decoder
 from jaxoverlap.models.layers import DecoderConfig
 from jaxoverlap.models.llama import llama_config, mistral_config
 from jaxoverlap.models.qwen3 import qwen2_config, qwen3_config
+from jaxoverlap.models.qwen3_moe import qwen3_moe_config
 from jaxoverlap.progress import Report
 from jaxoverlap.tokenizer import Tokenizer
 
@@ -33,6 +34,7 @@ ARCHITECTURES: dict[str, Callable[[Fields, str], DecoderConfig]] = {
     "MistralForCausalLM": mistral_config,
     "Qwen2ForCausalLM": qwen2_config,
     "Qwen3ForCausalLM": qwen3_config,
+    "Qwen3MoeForCausalLM": qwen3_moe_config,
 }
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

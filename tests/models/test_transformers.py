@@ -9,6 +9,7 @@ from jaxoverlap.config import EngineConfig
 from jaxoverlap.models import registry
 
 TYPES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
+TYPES["Qwen3MoeForCausalLM"] = "qwen3_moe"
 
 
 @pytest.mark.filterwarnings("ignore")

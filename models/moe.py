@@ -1,0 +1,75 @@
+"""A mixture of experts in the place of the gated MLP: a router chooses a few experts for each token.
+
+Shapes: T tokens, H hidden size, E experts, k experts a token, I intermediate size of an expert. Sizes are those of the
+arrays, so that each of several devices may hold a slice of I: the sum of their outputs is the whole block's.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxoverlap.checkpoint.parts import Parts, fused, stacked
+from jaxoverlap.models.layers import MoeConfig, matmul
+
+_BY_EXPERT = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+class SparseMLP(nnx.Module):
+    """Parameters start at zero. `router` [E, H]; `gate_up` [E, 2 * I, H], an expert's gate rows before its up rows;
+    `down` [E, H, I]."""
+
+    def __init__(self, config: MoeConfig, hidden_size: int, dtype: str) -> None:
+        self.config = config
+        experts, size = config.num_experts, config.intermediate_size
+        self.router = nnx.Param(jnp.zeros((experts, hidden_size), dtype))
+        self.gate_up = nnx.Param(jnp.zeros((experts, 2 * size, hidden_size), dtype))
+        self.down = nnx.Param(jnp.zeros((experts, hidden_size, size), dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, H] -> [T, H]. A token's output depends on no other token."""
+        tokens, hidden = x.shape
+        k = self.config.num_experts_per_tok
+        weights, chosen = self.route(x)
+        experts = chosen.reshape(-1)
+        order = jnp.argsort(experts, stable=True)  # tokens of one expert become neighbours
+        counts = jnp.sum(experts[:, None] == jnp.arange(self.router.shape[0]), axis=0, dtype=jnp.int32)
+        gate, up = jnp.split(by_expert(x[order // k], self.gate_up[...], counts), 2, axis=-1)
+        y = by_expert(jax.nn.silu(gate) * up, self.down[...], counts)
+        y = y[jnp.argsort(order)].reshape(tokens, k, hidden)  # taken back, as scattered sums are slow and unordered
+        return jnp.sum(y * weights[:, :, None], axis=1).astype(x.dtype)
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[T, H] -> weights float32 [T, k] of the chosen experts int32 [T, k], the likeliest first."""
+        scores = jax.nn.softmax(matmul(x, self.router[...]).astype(jnp.float32), axis=-1)
+        weights, chosen = lax.top_k(scores, self.config.num_experts_per_tok)
+        if self.config.norm_topk_prob:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return weights, chosen
+
+    def parts(self, name: str) -> Parts:
+        hidden, size = self.down.shape[1:]
+        experts = [f"{name}.experts.{i}" for i in range(self.down.shape[0])]
+        gate_up = [fused([f"{e}.gate_proj.weight", f"{e}.up_proj.weight"], [size, size]) for e in experts]
+        return {
+            "router": fused([f"{name}.gate.weight"], [len(experts)]),
+            "gate_up": stacked(gate_up),
+            "down": stacked([fused([f"{e}.down_proj.weight"], [hidden]) for e in experts]),
+        }
+
+
+def by_expert(x: jax.Array, weights: jax.Array, counts: jax.Array) -> jax.Array:
+    """x [rows, in], the first counts[0] rows times weights[0], and so on; weights [E, out, in] -> [rows, out]. `counts`
+    int32 [E] sums to the number of rows. float32 is computed as float32 on every platform."""
+    return lax.ragged_dot_general(
+        x,
+        weights,
+        counts,
+        _BY_EXPERT,
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=x.dtype,
+    )
