@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxoverlap.checkpoint.fields import Fields
 from jaxoverlap.checkpoint.parts import Part, Parts, nested
+from jaxoverlap.kernels.backend import Kernels
 from jaxoverlap.models.layers import Cache, DecoderConfig, DecoderLayer, GatedMLP, RMSNorm, Rope, matmul
 from jaxoverlap.models.moe import SparseMLP
 
@@ -19,13 +20,14 @@ IGNORED_TENSORS = r"(.*\.)?rotary_emb\.inv_freq"  # tables that older checkpoint
 
 
 class Decoder(nnx.Module):
-    """Parameters start at zero: build it under nnx.eval_shape and fill it (checkpoint/load.py)."""
+    """Parameters start at zero: build it under nnx.eval_shape and fill it (checkpoint/load.py). `kernels`: for what is
+    not asked of the context; by default plain XLA."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, kernels: Kernels | None = None) -> None:
         c = config
         self.config = c
         self.embedding = nnx.Param(jnp.zeros((c.vocab_size, c.hidden_size), c.dtype))
-        self.layers = nnx.List([DecoderLayer(c, mlp_of(c, i)) for i in range(c.num_layers)])
+        self.layers = nnx.List([DecoderLayer(c, mlp_of(c, i, kernels)) for i in range(c.num_layers)])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.dtype)
         self.head = None if c.tie_word_embeddings else nnx.Param(jnp.zeros((c.vocab_size, c.hidden_size), c.dtype))
 
@@ -66,11 +68,11 @@ class Decoder(nnx.Module):
         return {} if self.head is not None else {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-def mlp_of(config: DecoderConfig, layer: int) -> GatedMLP | SparseMLP:
+def mlp_of(config: DecoderConfig, layer: int, kernels: Kernels | None) -> GatedMLP | SparseMLP:
     """What a layer has behind its attention."""
     if config.moe is None or layer in config.moe.dense_layers:
         return GatedMLP(config)
-    return SparseMLP(config.moe, config.hidden_size, config.dtype)
+    return SparseMLP(config.moe, config.hidden_size, config.dtype, kernels.grouped_matmul if kernels else "xla")
 
 
 def decoder_config(

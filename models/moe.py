@@ -6,25 +6,25 @@ arrays, so that each of several devices may hold a slice of I: the sum of their 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
 from jaxoverlap.checkpoint.parts import Parts, fused, stacked
+from jaxoverlap.kernels.backend import Implementation
+from jaxoverlap.kernels.grouped_matmul import grouped_matmul
 from jaxoverlap.models.layers import MoeConfig, matmul
-
-_BY_EXPERT = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-)
 
 
 class SparseMLP(nnx.Module):
     """Parameters start at zero. `router` [E, H]; `gate_up` [E, 2 * I, H], an expert's gate rows before its up rows;
-    `down` [E, H, I]."""
+    `down` [E, H, I]. `implementation`: of the experts' products."""
 
-    def __init__(self, config: MoeConfig, hidden_size: int, dtype: str) -> None:
-        self.config = config
+    def __init__(self, config: MoeConfig, hidden_size: int, dtype: str, implementation: Implementation) -> None:
+        self.config, self.implementation = config, implementation
         experts, size = config.num_experts, config.intermediate_size
         self.router = nnx.Param(jnp.zeros((experts, hidden_size), dtype))
         self.gate_up = nnx.Param(jnp.zeros((experts, 2 * size, hidden_size), dtype))
@@ -38,8 +38,9 @@ class SparseMLP(nnx.Module):
         experts = chosen.reshape(-1)
         order = jnp.argsort(experts, stable=True)  # tokens of one expert become neighbours
         counts = jnp.sum(experts[:, None] == jnp.arange(self.router.shape[0]), axis=0, dtype=jnp.int32)
-        gate, up = jnp.split(by_expert(x[order // k], self.gate_up[...], counts), 2, axis=-1)
-        y = by_expert(jax.nn.silu(gate) * up, self.down[...], counts)
+        product = functools.partial(grouped_matmul, counts=counts, implementation=self.implementation)
+        gate, up = jnp.split(product(x[order // k], self.gate_up[...]), 2, axis=-1)
+        y = product(jax.nn.silu(gate) * up, self.down[...])
         y = y[jnp.argsort(order)].reshape(tokens, k, hidden)  # taken back, as scattered sums are slow and unordered
         return jnp.sum(y * weights[:, :, None], axis=1).astype(x.dtype)
 
@@ -60,16 +61,3 @@ class SparseMLP(nnx.Module):
             "gate_up": stacked(gate_up),
             "down": stacked([fused([f"{e}.down_proj.weight"], [hidden]) for e in experts]),
         }
-
-
-def by_expert(x: jax.Array, weights: jax.Array, counts: jax.Array) -> jax.Array:
-    """x [rows, in], the first counts[0] rows times weights[0], and so on; weights [E, out, in] -> [rows, out]. `counts`
-    int32 [E] sums to the number of rows. float32 is computed as float32 on every platform."""
-    return lax.ragged_dot_general(
-        x,
-        weights,
-        counts,
-        _BY_EXPERT,
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=x.dtype,
-    )

@@ -19,6 +19,7 @@ from jaxoverlap.checkpoint.load import Place, load_parameters, read_parameters
 from jaxoverlap.checkpoint.replace import partial_of
 from jaxoverlap.checkpoint.tree import ParameterTree
 from jaxoverlap.config import EngineConfig
+from jaxoverlap.kernels.backend import Kernels
 from jaxoverlap.loading import ServedModel
 from jaxoverlap.models.checksum import ChecksumModel
 from jaxoverlap.models.decoder import IGNORED_TENSORS, Decoder
@@ -89,8 +90,9 @@ def load_directory(
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     model_config = dataclasses.replace(model_config, eos_token_ids=tuple(sorted(eos)))
+    kernels = Kernels.choose(config.kernels, jax.default_backend())
     module = load_parameters(
-        lambda: Decoder(model_config), directory, ignored=IGNORED_TENSORS, sharding=sharding, progress=progress
+        lambda: Decoder(model_config, kernels), directory, ignored=IGNORED_TENSORS, sharding=sharding, progress=progress
     )
     return LoadedModel(directory.name, module, model_config, tokenizer, context_length, defaults)
 

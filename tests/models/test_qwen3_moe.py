@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from helpers_models import TINY_CONFIG, make_hf_dir, tiny_weights
 from safetensors.numpy import load_file, save_file
-from test_llama import CASES
+from test_llama import CASES, reference_logits, run_dense
 
 from jaxoverlap.checkpoint.errors import CheckpointError
 from jaxoverlap.checkpoint.fields import Fields
@@ -55,9 +55,9 @@ def reference(config, weights, x):
     return out
 
 
-def run(config, weights, x):
+def run(config, weights, x, implementation="xla"):
     """The block, compiled, on arrays of whatever size."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: SparseMLP(config, HIDDEN, "float32")))
+    graph, state = nnx.split(nnx.eval_shape(lambda: SparseMLP(config, HIDDEN, "float32", implementation)))
     for name, array in weights.items():
         state[name].set_value(jnp.asarray(array))
     return np.asarray(jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, x))
@@ -67,11 +67,17 @@ def check(got, expected):
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * max(1, np.abs(expected).max()))
 
 
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation", ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
+
+
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_loops_over_tokens_and_experts(kind):
+def test_equals_loops_over_tokens_and_experts(kind, implementation):
     config = KINDS[kind]
     weights, x = arrays(config), tokens()
-    check(run(config, weights, x), reference(config, weights, x))
+    check(run(config, weights, x, implementation), reference(config, weights, x))
 
 
 def test_all_tokens_to_the_same_experts():
@@ -95,18 +101,19 @@ def test_slices_of_the_experts_sum_to_the_whole(shards):
     check(total, reference(config, weights, x))
 
 
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("value", [0.0, 1e30, np.nan])
-def test_other_tokens_change_no_bit(value):
+def test_other_tokens_change_no_bit(value, implementation):
     """Padding, or whatever the rest of the batch is."""
     config = KINDS["two of four, normed"]
     weights, x = arrays(config), tokens()
-    alone = run(config, weights, x)
+    alone = run(config, weights, x, implementation)
     mine = np.array([0, 3, 4, 11])
     other = np.full_like(x, value)
     other[mine] = x[mine]
-    np.testing.assert_array_equal(run(config, weights, other)[mine], alone[mine])
+    np.testing.assert_array_equal(run(config, weights, other, implementation)[mine], alone[mine])
     order = np.random.default_rng(2).permutation(TOKENS)
-    np.testing.assert_array_equal(run(config, weights, x[order]), alone[order])
+    np.testing.assert_array_equal(run(config, weights, x[order], implementation), alone[order])
 
 
 def test_bfloat16_is_kept():
@@ -189,6 +196,15 @@ def test_parameters_are_the_tensors(tmp_path):
         np.testing.assert_array_equal(mlp.gate_up[...][e], np.concatenate([gate, up]))
         np.testing.assert_array_equal(mlp.down[...][e], down)
     assert sum(x.size for x in jax.tree.leaves(nnx.state(model))) == sum(x.size for x in w.values())
+
+
+@pytest.mark.parametrize(("setting", "chosen"), [("auto", "xla"), ("xla", "xla"), ("interpret", "interpret")])
+def test_the_setting_kernels_reaches_the_experts(tmp_path, setting, chosen):
+    model = load(make_hf_dir(tmp_path, **DENSE), kernels=setting).module
+    assert model.layers[3].mlp.implementation == chosen
+    prompt = [5, 250, 17, 3]
+    expected = reference_logits({**TINY_CONFIG, **DENSE}, tiny_weights({**TINY_CONFIG, **DENSE}), prompt)
+    np.testing.assert_allclose(run_dense(model, [prompt])[0], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(
