@@ -28,6 +28,7 @@ AUTO: dict[str, dict[str, Implementation]] = {
     "kv_write": {"gpu": "pallas", "cuda": "pallas", "cpu": "xla"},
     "decode_attention": {"gpu": "pallas", "cuda": "pallas", "cpu": "xla"},
     "extend_attention": {"gpu": "pallas", "cuda": "pallas", "cpu": "xla"},
+    "grouped_matmul": {"gpu": "pallas", "cuda": "pallas", "cpu": "xla"},
     "sample": {"gpu": "pallas", "cuda": "pallas", "cpu": "xla"},
 }
 
@@ -41,6 +42,7 @@ class Kernels:
     kv_write: Implementation
     decode_attention: Implementation
     extend_attention: Implementation
+    grouped_matmul: Implementation
     sample: Implementation
 
     @classmethod

@@ -1,4 +1,5 @@
-"""The decoder that all families share (rotary positions, grouped queries, gated MLP), and how config.json states it."""
+"""The decoder that all families share (rotary positions, grouped queries, gated MLPs or mixtures of experts), and how
+config.json states it."""
 
 from __future__ import annotations
 
@@ -11,22 +12,25 @@ from flax import nnx
 
 from jaxoverlap.checkpoint.fields import Fields
 from jaxoverlap.checkpoint.parts import Part, Parts, nested
-from jaxoverlap.models.layers import Cache, DecoderConfig, DecoderLayer, RMSNorm, Rope, matmul
+from jaxoverlap.kernels.backend import Kernels
+from jaxoverlap.models.layers import Cache, DecoderConfig, DecoderLayer, GatedMLP, RMSNorm, Rope, matmul
+from jaxoverlap.models.moe import SparseMLP
 from jaxoverlap.models.sharding import ALONE, Ranks, Split
 
 IGNORED_TENSORS = r"(.*\.)?rotary_emb\.inv_freq"  # tables that older checkpoints carry; computed here
 
 
 class Decoder(nnx.Module):
-    """Parameters start at zero: build it under nnx.eval_shape and fill it (checkpoint/load.py). With `ranks` that share
-    them, a rank computes with what `splits` leaves it of each."""
+    """Parameters start at zero: build it under nnx.eval_shape and fill it (checkpoint/load.py). `kernels`: for what is
+    not asked of the context; by default plain XLA. With `ranks` that share them, a rank computes with what `splits`
+    leaves it of each."""
 
-    def __init__(self, config: DecoderConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: DecoderConfig, kernels: Kernels | None = None, ranks: Ranks = ALONE) -> None:
         c = config
         self.config = c
         self.ranks = ranks
         self.embedding = nnx.Param(jnp.zeros((c.vocab_size, c.hidden_size), c.dtype))
-        self.layers = nnx.List([DecoderLayer(c, ranks) for _ in range(c.num_layers)])
+        self.layers = nnx.List([DecoderLayer(c, mlp_of(c, i, kernels), ranks) for i in range(c.num_layers)])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.dtype)
         self.head = None if c.tie_word_embeddings else nnx.Param(jnp.zeros((c.vocab_size, c.hidden_size), c.dtype))
 
@@ -73,6 +77,13 @@ class Decoder(nnx.Module):
     def duplicates(self) -> dict[str, str]:
         """Tensors that a checkpoint may hold beside an equal one: name -> the one that is used."""
         return {} if self.head is not None else {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def mlp_of(config: DecoderConfig, layer: int, kernels: Kernels | None) -> GatedMLP | SparseMLP:
+    """What a layer has behind its attention."""
+    if config.moe is None or layer in config.moe.dense_layers:
+        return GatedMLP(config)
+    return SparseMLP(config.moe, config.hidden_size, config.dtype, kernels.grouped_matmul if kernels else "xla")
 
 
 def decoder_config(

@@ -60,6 +60,17 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """The mixture of experts that all layers but `dense_layers` have in the place of the MLP; see models/moe.py."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int  # of one expert
+    norm_topk_prob: bool = False  # the chosen experts' weights are made to sum to 1
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """What a family's config.json comes to. `dtype` is that of parameters, activations and KV cache."""
 
@@ -79,6 +90,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # each head's query and key is normed before its rotation
     sliding_window: int | None = None  # tokens; not enforced here, see registry.load
+    moe: MoeConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
 
@@ -192,14 +204,14 @@ class GatedMLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm residual block: attention, then MLP."""
+    """Pre-norm residual block: attention, then `mlp` ([T, hidden] -> [T, hidden])."""
 
-    def __init__(self, config: DecoderConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: DecoderConfig, mlp: Any, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.mlp = GatedMLP(config)
+        self.mlp = mlp
 
     def __call__(
         self, x: jax.Array, angles: tuple[jax.Array, jax.Array], context: Any, cache: Cache, layer: int

@@ -23,7 +23,7 @@ def qwen3_config(fields: Fields, dtype: str) -> DecoderConfig:
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,
-        sliding_window=_window(fields),
+        sliding_window=window(fields),
     )
 
 
@@ -35,10 +35,10 @@ def qwen2_config(fields: Fields, dtype: str) -> DecoderConfig:
         default_kv_heads=_KV_HEADS,
         default_length=_LENGTH,
         qkv_bias=True,
-        sliding_window=_window(fields),
+        sliding_window=window(fields),
     )
 
 
-def _window(fields: Fields) -> int | None:
+def window(fields: Fields) -> int | None:
     """Tokens that some layers look back at most; the field counts only where it is switched on."""
     return fields.integer("sliding_window", 4096) if fields.boolean("use_sliding_window", False) else None

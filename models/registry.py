@@ -20,12 +20,14 @@ from jaxoverlap.checkpoint.load import Place, load_parameters, read_parameters
 from jaxoverlap.checkpoint.replace import partial_of
 from jaxoverlap.checkpoint.tree import ParameterTree
 from jaxoverlap.config import EngineConfig
+from jaxoverlap.kernels.backend import Kernels
 from jaxoverlap.loading import ServedModel
 from jaxoverlap.models.checksum import ChecksumModel
 from jaxoverlap.models.decoder import IGNORED_TENSORS, Decoder
 from jaxoverlap.models.layers import DecoderConfig
 from jaxoverlap.models.llama import llama_config, mistral_config
 from jaxoverlap.models.qwen3 import qwen2_config, qwen3_config
+from jaxoverlap.models.qwen3_moe import qwen3_moe_config
 from jaxoverlap.models.sharding import ALONE
 from jaxoverlap.progress import Report
 from jaxoverlap.tokenizer import Tokenizer
@@ -38,6 +40,7 @@ ARCHITECTURES: dict[str, Callable[[Fields, str], DecoderConfig]] = {
     "MistralForCausalLM": mistral_config,
     "Qwen2ForCausalLM": qwen2_config,
     "Qwen3ForCausalLM": qwen3_config,
+    "Qwen3MoeForCausalLM": qwen3_moe_config,
 }
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -98,11 +101,12 @@ def load_directory(
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     model_config = dataclasses.replace(model_config, eos_token_ids=tuple(sorted(eos)))
+    kernels = Kernels.choose(config.kernels, jax.default_backend())
     ranks, put = ALONE, None
     if mesh is not None:
-        ranks, put = mesh.ranks, mesh.placing(nnx.eval_shape(lambda: Decoder(model_config)).splits())
+        ranks, put = mesh.ranks, mesh.placing(nnx.eval_shape(lambda: Decoder(model_config)))
     module = load_parameters(
-        lambda: Decoder(model_config, ranks),
+        lambda: Decoder(model_config, kernels, ranks),
         directory,
         ignored=IGNORED_TENSORS,
         sharding=sharding,

@@ -30,17 +30,20 @@ class Split:
     padded: bool = False
     first_only: bool = False
 
+    def check(self, shape: tuple[int, ...], ranks: int) -> None:
+        """Raises ValueError where the axis does not divide."""
+        size = shape[self.axis] // self.groups
+        if size % ranks and not (self.padded or self.first_only):
+            raise ValueError(f"{size} of {list(shape)} does not divide into {ranks} shares")
+
     def share(self, array: np.ndarray, rank: int, ranks: int) -> np.ndarray:
-        """That of one rank. Raises ValueError where the axis does not divide."""
+        """That of one rank. Raises ValueError as `check` does."""
+        self.check(array.shape, ranks)
         if self.first_only:
             return array if rank == 0 else np.zeros_like(array)
-        size = array.shape[self.axis]
-        if self.padded and size % ranks:
-            widths = [(0, -size % ranks if axis == self.axis else 0) for axis in range(array.ndim)]
+        if self.padded:
+            widths = [(0, -size % ranks if axis == self.axis else 0) for axis, size in enumerate(array.shape)]
             array = np.pad(array, widths)
-            size = array.shape[self.axis]
-        if size % (self.groups * ranks):
-            raise ValueError(f"{size // self.groups} does not divide into {ranks} shares")
         groups = np.split(array, self.groups, self.axis)
         return np.concatenate([np.split(g, ranks, self.axis)[rank] for g in groups], self.axis)
 

@@ -61,23 +61,33 @@ def tiny_weights(config: dict[str, Any], seed: int = 0, dtype: Any = np.float32)
     rng = np.random.default_rng(seed)
     c = config
     qwen2 = c["architectures"] == ["Qwen2ForCausalLM"]
+    moe = c["architectures"] == ["Qwen3MoeForCausalLM"]
     d, ffn, hd = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * hd, c["num_key_value_heads"] * hd
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c["vocab_size"], d), "model.norm.weight": (d,)}
     if not c["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (c["vocab_size"], d)
+
+    def gated(at: str, size: int) -> dict[str, tuple[int, ...]]:
+        return {f"{at}.gate_proj": (size, d), f"{at}.up_proj": (size, d), f"{at}.down_proj": (d, size)}
+
     for i in range(c["num_hidden_layers"]):
         at = f"model.layers.{i}"
         linear = {"self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d)}
-        linear |= {"self_attn.o_proj": (d, q), "mlp.gate_proj": (ffn, d), "mlp.up_proj": (ffn, d)}
-        linear |= {"mlp.down_proj": (d, ffn)}
+        linear["self_attn.o_proj"] = (d, q)
+        if moe and i not in c.get("mlp_only_layers", ()) and (i + 1) % c.get("decoder_sparse_step", 1) == 0:
+            linear["mlp.gate"] = (c["num_experts"], d)
+            for e in range(c["num_experts"]):
+                linear |= gated(f"mlp.experts.{e}", c["moe_intermediate_size"])
+        else:
+            linear |= gated("mlp", ffn)
         for name, shape in linear.items():
             shapes[f"{at}.{name}.weight"] = shape
             if c.get("attention_bias" if "attn" in name else "mlp_bias") or (
                 qwen2 and name.endswith(("q_proj", "k_proj", "v_proj"))
             ):
                 shapes[f"{at}.{name}.bias"] = shape[:1]
-        if c["architectures"] == ["Qwen3ForCausalLM"]:
+        if moe or c["architectures"] == ["Qwen3ForCausalLM"]:
             shapes[f"{at}.self_attn.q_norm.weight"] = shapes[f"{at}.self_attn.k_norm.weight"] = (hd,)
         shapes[f"{at}.input_layernorm.weight"] = shapes[f"{at}.post_attention_layernorm.weight"] = (d,)
 

@@ -89,6 +89,16 @@ def test_tiny_model(tiny, settings):
             assert metrics["retracted"] > 0
 
 
+@pytest.mark.parametrize("kernels", ["xla", "interpret"])
+def test_experts(tmp_path, kernels):
+    """What other tokens choose changes the order in which the experts' products are computed, and no bit of them."""
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2}
+    directory = make_hf_dir(tmp_path, max_position_embeddings=96, moe_intermediate_size=24, **moe)
+    settings = {"model_path": str(directory), "deterministic": True, "grammar_backend": "none", "kernels": kernels}
+    with Engine(**settings, **TINY, max_total_tokens=384) as engine:
+        check(engine, [engine], np.random.default_rng(5), 3, vocab=250, longest=24, outputs=16, count=7)
+
+
 def test_without_it_shapes_differ(tiny):
     """The default runs of the same load have other shapes, so that bits may differ: what the setting is for."""
     with Engine(model_path=tiny, grammar_backend="none", **TINY) as engine:

@@ -386,9 +386,10 @@ def test_an_engine_that_is_shut_down(models):
         engine.update_weights(models[1])
 
 
-def test_qwen3_in_bfloat16(tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "qwen3 moe, dense layers"])
+def test_qwen3_in_bfloat16(tmp_path, family):
     """Directories are cast to the served dtype; arrays must have it."""
-    sizes = {**CASES["qwen3"], "dtype": "bfloat16"}
+    sizes = {**CASES[family], "dtype": "bfloat16"}
     directories = [make_hf_dir(tmp_path / str(seed), seed=seed, **sizes) for seed in (0, 1)]
     convert(directories[1], tmp_path / "orbax", registry.parameter_tree(directories[1]))
     settings = {**SETTINGS, "dtype": "bfloat16", "skip_warmup": True}

@@ -11,7 +11,7 @@ from rich.table import Table
 from jaxoverlap.aot.targets import TARGETS
 from jaxoverlap.cli import UsageError, add_command, add_json_flag, check_json_flag, console, write_json
 
-CONFIGS = ("qwen3-0.6b", "qwen3-8b", "smollm2-135m", "llama-3.1-8b")
+CONFIGS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "smollm2-135m", "llama-3.1-8b")
 
 
 def register(subparsers: Any) -> None:

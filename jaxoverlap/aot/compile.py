@@ -63,7 +63,8 @@ def plan(model: DecoderConfig, target: Target, *, batch: int, tokens: int = 512,
     """One decode and one extend program (of `tokens`), the same cut in two, and the program that writes pages, for
     `batch` rows of up to `context` tokens with page 16, over a pool that fills them or the target's memory."""
     config = EngineConfig(model_path="none", max_running_requests=batch, page_size=16)
-    abstract = nnx.eval_shape(lambda: Decoder(model))
+    kernels = Kernels.choose("auto", "cuda")
+    abstract = nnx.eval_shape(lambda: Decoder(model, kernels))
     graph, params = nnx.split(abstract)
     leaves, tree = jax.tree.flatten(params)
     weights = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
@@ -83,7 +84,6 @@ def plan(model: DecoderConfig, target: Target, *, batch: int, tokens: int = 512,
             script_len=0,
         )
     )
-    kernels = Kernels.choose("auto", "cuda")
     steps = Steps(graph=graph, tree=tree, page_size=16, num_locs=num_locs, kernels=kernels, poison=False)
     extend = Bucket(tokens, batch, tokens // 16 + batch, False)
     buckets = Buckets((Bucket(batch, batch, batch, True),), (extend,))

@@ -22,7 +22,11 @@ Weights = dict[str, Any]
 
 
 def weights_of(model: Decoder) -> Weights:
-    """The model's own arrays; nothing is copied."""
+    """The model's own arrays; nothing is copied. Raises ValueError for a mixture of experts."""
+    if model.config.moe is not None:
+        raise ValueError(
+            f"the hand-written step computes no mixture of experts (num_experts {model.config.moe.num_experts})"
+        )
 
     def bias(linear: Any) -> jax.Array | None:
         return None if linear.bias is None else linear.bias[...]

@@ -34,7 +34,7 @@ WARM_UP = 3
 
 def random_model(config: DecoderConfig) -> Decoder:
     """With small random weights, made on the device."""
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config)))
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config, Kernels.choose("auto", jax.default_backend()))))
     leaves, tree = jax.tree.flatten(shapes)
     draw = jax.jit(lambda key, x: jax.random.normal(key, x.shape, x.dtype) * 0.02, static_argnums=1)
     keys = jax.random.split(jax.random.key(0), len(leaves))

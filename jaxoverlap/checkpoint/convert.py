@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from jaxoverlap.checkpoint.errors import CheckpointError
 from jaxoverlap.checkpoint.load import counted
 from jaxoverlap.checkpoint.orbax import DTYPES
 from jaxoverlap.checkpoint.replace import Replacement
-from jaxoverlap.checkpoint.tree import ParameterTree
+from jaxoverlap.checkpoint.tree import ParameterTree, Piece
 from jaxoverlap.progress import Report, silent
 
 SHARD_BYTES = 2_000_000_000  # of one safetensors file, which is in memory while it is written
@@ -42,9 +43,9 @@ def to_orbax(
     """Parameters are stored in their tensors' dtype; a fused one whose tensors differ, in float32, which holds all."""
     with hf.Checkpoint(source) as checkpoint:
         checkpoint.check(tree, ignored)
-        wanted = {tensor for name in tree.shapes for tensor, _, _ in tree.rows(name)}
+        wanted = {piece.tensor for name in tree.shapes for piece in tree.pieces(name)}
         tensors = {name: checkpoint.dtype(name) for name in checkpoint.where if name in wanted | tree.duplicates.keys()}
-        stored = tree.with_dtypes({name: _common(tensors[t] for t, _, _ in tree.rows(name)) for name in tree.shapes})
+        stored = tree.with_dtypes({name: _common(tensors[p.tensor] for p in tree.pieces(name)) for name in tree.shapes})
         cpu = jax.local_devices(backend="cpu")[0]  # takes the arrays over, and Orbax them from there
         names = counted(stored, "reading", progress)
         weights = {name: jax.device_put(checkpoint.read(stored, name), cpu) for name in names}
@@ -81,33 +82,31 @@ def to_hf(
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A safetensors tensor: rows of a parameter. `size` in bytes."""
+    """A safetensors tensor: a piece of a parameter. `size` in bytes."""
 
     name: str
     parameter: str
-    rows: slice
+    piece: Piece
     dtype: np.dtype
     size: int
 
     def read(self, checkpoint: orbax.Checkpoint) -> np.ndarray:
-        return checkpoint.array(self.parameter, self.dtype, (self.rows,))
+        return checkpoint.array(self.parameter, self.dtype, self.piece.index)
 
 
 def _plan(checkpoint: orbax.Checkpoint, tree: ParameterTree) -> list[_Tensor]:
     plan: dict[str, _Tensor] = {}
 
-    def add(name: str, parameter: str, rows: slice) -> None:
-        leaf = checkpoint.shapes[parameter]
-        dtype = DTYPES.get(checkpoint.tensors.get(name, ""), leaf.dtype)
-        count = (rows.stop - rows.start) * int(np.prod(leaf.shape[1:]))
-        plan[name] = _Tensor(name, parameter, rows, dtype, count * dtype.itemsize)
+    def add(name: str, parameter: str, piece: Piece) -> None:
+        dtype = DTYPES.get(checkpoint.tensors.get(name, ""), checkpoint.shapes[parameter].dtype)
+        plan[name] = _Tensor(name, parameter, piece, dtype, math.prod(piece.shape) * dtype.itemsize)
 
     for parameter in tree.shapes:
-        for name, start, stop in tree.rows(parameter):
-            add(name, parameter, slice(start, stop))
+        for piece in tree.pieces(parameter):
+            add(piece.tensor, parameter, piece)
     for name, twin in tree.duplicates.items():
         if name in checkpoint.tensors:  # the first directory had it too
-            add(name, plan[twin].parameter, plan[twin].rows)
+            add(name, plan[twin].parameter, plan[twin].piece)
     return list(plan.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,11 +77,17 @@ class Fields:
     def ids(self, name: str) -> tuple[int, ...]:
         """A token id or a list of them; absent: none."""
         value = self._get(name, (), (int, list), "a token id or a list of them")
-        ids = (value,) if isinstance(value, int) else tuple(value)
-        for i in ids:
-            if isinstance(i, bool) or not isinstance(i, int) or i < 0:
-                raise self.error(name, f"must hold token ids, not {i!r}")
-        return ids
+        return self._naturals(name, (value,) if isinstance(value, int) else value, "token ids")
+
+    def indices(self, name: str) -> tuple[int, ...]:
+        """A list of ints of at least 0; absent: none."""
+        return self._naturals(name, self._get(name, (), list, "a list of ints"), "ints of at least 0")
+
+    def _naturals(self, name: str, values: Sequence[Any], kind: str) -> tuple[int, ...]:
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise self.error(name, f"must hold {kind}, not {value!r}")
+        return tuple(values)
 
     def refuse_unless(self, name: str, *allowed: Any) -> None:
         """Raises CheckpointError where the field is set to what this package does not compute."""

@@ -75,13 +75,13 @@ class Checkpoint:
     def check(self, tree: ParameterTree, ignored: str = "$^") -> None:
         """`ignored` is a pattern of whole tensor names that are left aside. Raises CheckpointError naming the first
         tensor that is missing, unknown, or of the wrong shape or dtype."""
-        wanted = {part: (path, stop - start) for path in tree.parts for part, start, stop in tree.rows(path)}
+        wanted = {piece.tensor: piece.shape for path in tree.parts for piece in tree.pieces(path)}
         if len(wanted) != sum(len(of) for of in tree.parts.values()):
             raise CheckpointError("a tensor is wanted by two parameters")
-        for name, (path, rows) in wanted.items():
+        for name, shape in wanted.items():
             if name not in self.where:
                 raise CheckpointError(f"{self.directory}: tensor {name} is missing")
-            self._check_tensor(name, (rows, *tree.shapes[path].shape[1:]))
+            self._check_tensor(name, shape)
         for name, file in self.where.items():
             if name in wanted or re.fullmatch(ignored, name):
                 continue
@@ -103,8 +103,8 @@ class Checkpoint:
         """Parameter `name`, or this part of it, in the tree's dtype and in memory that jax.device_put takes over."""
         leaf = tree.shapes[name]
         out = aligned(leaf.shape, leaf.dtype)
-        for tensor, start, stop in tree.rows(name):
-            out[start:stop] = self.tensor(tensor)
+        for piece in tree.pieces(name):
+            out[piece.index] = self.tensor(piece.tensor)
         return out[index]
 
 

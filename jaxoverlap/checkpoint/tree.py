@@ -15,7 +15,16 @@ from jaxoverlap.checkpoint.errors import CheckpointError
 from jaxoverlap.checkpoint.parts import Parts
 
 ALIGNMENT = 64  # bytes; the CPU backend takes such memory over without a copy
-Index = tuple[slice, ...]  # a part of an array, as jax's shardings give it; (): all of it
+Index = tuple[int | slice, ...]  # a part of an array, as NumPy takes it and jax's shardings give it; (): all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A checkpoint's tensor of this shape, which is the part of a parameter at `index`."""
+
+    tensor: str
+    index: Index
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,7 @@ class ParameterTree:
     @classmethod
     def of(cls, build: Callable[[], Any]) -> ParameterTree:
         """Of the module that `build` makes, which is not made. Raises CheckpointError where the module's `parts()` do
-        not cover each parameter's rows once."""
+        not cover each parameter once."""
         module = nnx.eval_shape(build)
         graph, state = nnx.split(module)
         shapes, parts = named_leaves(state), module.parts()
@@ -43,10 +52,15 @@ class ParameterTree:
         shapes = {name: jax.ShapeDtypeStruct(leaf.shape, dtypes[name]) for name, leaf in self.shapes.items()}
         return dataclasses.replace(self, shapes=shapes)
 
-    def rows(self, name: str) -> list[tuple[str, int, int]]:
-        """(tensor, first row, row behind the last) for each tensor that parameter `name` is made of."""
-        end = self.shapes[name].shape[0]
-        return [(part.name, part.start, end if part.stop is None else part.stop) for part in self.parts[name]]
+    def pieces(self, name: str) -> list[Piece]:
+        """The tensors that parameter `name` is made of."""
+        pieces = []
+        for part in self.parts[name]:
+            end, *rest = self.shapes[name].shape[len(part.at) :]
+            stop = end if part.stop is None else part.stop
+            index: Index = (*part.at, slice(part.start, stop))
+            pieces.append(Piece(part.name, index, (stop - part.start, *rest)))
+        return pieces
 
     def module(self, arrays: Mapping[str, jax.Array]) -> Any:
         """The module with these parameters."""
@@ -67,17 +81,22 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def check_cover(shapes: Mapping[str, Any], parts: Parts) -> None:
-    """Raises CheckpointError where a module's parts do not cover each parameter's rows once."""
+    """Raises CheckpointError where a module's parts do not cover each parameter once."""
     for path in shapes.keys() ^ parts.keys():
         raise CheckpointError(f"parameter {path} is {'filled by no tensor' if path in shapes else 'not in the model'}")
     for path, of in parts.items():
-        row = 0
+        shape, depth = shapes[path].shape, len(of[0].at) if of else 0
+        filled = dict.fromkeys(np.ndindex(shape[:depth]), 0)  # leading indices -> rows there
         for part in of:
-            if part.start != row:
+            if part.at not in filled:
+                raise CheckpointError(f"parameter {path}: {part.name} lies at {list(part.at)}, outside {list(shape)}")
+            if part.start != (row := filled[part.at]):
                 raise CheckpointError(f"parameter {path}: {part.name} starts at row {part.start}, not {row}")
-            row = shapes[path].shape[0] if part.stop is None else part.stop
-        if row != shapes[path].shape[0]:
-            raise CheckpointError(f"parameter {path}: its tensors fill {row} rows of {shapes[path].shape[0]}")
+            filled[part.at] = shape[depth] if part.stop is None else part.stop
+        for at, row in filled.items():
+            if row != shape[depth]:
+                where = f" at {list(at)}" if at else ""
+                raise CheckpointError(f"parameter {path}: its tensors fill {row} rows of {shape[depth]}{where}")
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -17,9 +17,14 @@ Angles = tuple[Tensor, Tensor]  # cos and sin, float32 [T, 1, D / 2]
 
 
 class TorchDecoder:
-    """`weights` by the parameters' dotted paths, [out, in] as in a checkpoint."""
+    """`weights` by the parameters' dotted paths, [out, in] as in a checkpoint. Raises ValueError for a mixture of
+    experts."""
 
     def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor]) -> None:
+        if config.moe is not None:
+            raise ValueError(
+                f"the PyTorch decoder computes no mixture of experts (num_experts {config.moe.num_experts})"
+            )
         self.config = config
         self.weights = weights
         self.frequencies = torch.from_numpy(config.rope.frequencies()).to(weights["embedding"].device)

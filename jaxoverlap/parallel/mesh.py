@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxoverlap.checkpoint.errors import CheckpointError
 from jaxoverlap.checkpoint.load import Put
+from jaxoverlap.checkpoint.tree import named_leaves
 from jaxoverlap.models.sharding import AXIS, MeshRanks, Split
 
 
@@ -55,16 +56,21 @@ class RankMesh:
         """That of the i-th local rank, where it lies."""
         return array.addressable_data(i)
 
-    def placing(self, splits: Mapping[str, Split]) -> Put:
-        """Gives each rank its share of a model's parameters, for checkpoint/load.py."""
+    def placing(self, model: Any) -> Put:
+        """Gives each rank its share of a model's parameters, for checkpoint/load.py. `model` may be one of shapes.
+        Raises CheckpointError naming a parameter that does not divide."""
+        splits: Mapping[str, Split] = model.splits()
+        for name, leaf in named_leaves(model).items():
+            if name in splits:
+                try:
+                    splits[name].check(leaf.shape, self.size)
+                except ValueError as e:
+                    raise CheckpointError(f"dp_size {self.size}: parameter {name}: {e}") from None
 
         def put(name: str, read: Callable[[], np.ndarray]) -> jax.Array:
             whole, split = read(), splits.get(name)
             if split is None:
                 return self.join([whole] * len(self.local), None)
-            try:
-                return self.join([split.share(whole, rank, self.size) for rank in self.local], split.axis)
-            except ValueError as e:
-                raise CheckpointError(f"dp_size {self.size}: parameter {name} of shape {list(whole.shape)}: {e}") from e
+            return self.join([split.share(whole, rank, self.size) for rank in self.local], split.axis)
 
         return put

@@ -54,6 +54,17 @@ def test_a_decode_step_on_h200():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["decode", "extend", "forward_decode", "forward_extend"])
+def test_experts_on_h200(name):
+    """Two layers: the experts' weights, 1.2 GB a layer, are read where they lie."""
+    model = dataclasses.replace(published("qwen3-30b-a3b"), num_layers=2)
+    told = measure(plan(model, TARGETS["h200"], batch=64), name, device("h200"))
+    check(told)
+    assert told["temp_bytes"] <= 96 * MB
+    assert told["custom_calls"]["grouped_matmul"] == 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100", "a100", "l4"])
 @pytest.mark.parametrize("name", ["decode", "extend", "sample"])
 def test_other_targets_and_heads(target, name):

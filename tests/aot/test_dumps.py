@@ -53,11 +53,14 @@ def test_targets_state_what_their_kernels_may_use(name):
     assert text.count("{") == text.count("}")
 
 
-@pytest.mark.parametrize(("name", "millions"), list(zip(SHAPES[1:], (596, 8191, 135, 8030))))
+@pytest.mark.parametrize(("name", "millions"), list(zip(SHAPES[2:], (596, 8191, 30532, 135, 8030))))
 def test_published_sizes_have_the_published_numbers_of_parameters(name, millions):
     c = published(name)
     attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    layer = attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size + 2 * c.head_dim * c.qk_norm
+    mlp = 3 * c.hidden_size * c.intermediate_size
+    if c.moe is not None:
+        mlp = c.moe.num_experts * c.hidden_size * (3 * c.moe.intermediate_size + 1)
+    layer = attention + mlp + 2 * c.hidden_size + 2 * c.head_dim * c.qk_norm
     vocabulary = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
     assert round((c.num_layers * layer + vocabulary + c.hidden_size) / 1e6) == millions
 

@@ -5,6 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers_models import make_hf_dir
 
 from jaxoverlap import Engine
@@ -16,6 +17,8 @@ from jaxoverlap.cli import main
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.device.simulated import SimulatedRunner
 from jaxoverlap.driver import Driver
+from jaxoverlap.models.decoder import Decoder
+from jaxoverlap.models.shapes import published
 
 
 def run(capsys, command):
@@ -117,6 +120,12 @@ def test_the_hand_written_step_decodes_what_the_engine_does(tmp_path, more):
             assert after == position + 1
             got.append(tokens)
     assert np.array(got).T.tolist() == expected
+
+
+def test_the_hand_written_step_has_no_experts():
+    model = nnx.eval_shape(lambda: Decoder(published("tiny-moe")))
+    with pytest.raises(ValueError, match=r"computes no mixture of experts \(num_experts 8\)"):
+        FusedDecode(model, 2, 20)
 
 
 def test_arrivals_are_the_recorded_ones_scaled():

@@ -38,6 +38,7 @@ def test_a_size_for_cpu(tmp_path, capsys):
 def test_wrong_arguments(capsys):
     for extra, message in (
         (["--config", "gpt"], "'gpt' is none of tiny, qwen3-0.6b"),
+        (["--config", "qwen3-30b-a3b"], "'qwen3-30b-a3b' is none of tiny, qwen3-0.6b"),
         (["--shortest", "9999"], "9999"),
     ):
         with pytest.raises(SystemExit) as e:

@@ -18,6 +18,14 @@ from jaxoverlap.cli import main
 from jaxoverlap.models import registry
 from jaxoverlap.models.decoder import IGNORED_TENSORS
 
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+}
 KINDS = {
     "llama": {},
     "untied": {"tie_word_embeddings": False},
@@ -26,6 +34,8 @@ KINDS = {
     "biased": {"attention_bias": True, "mlp_bias": True},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "dtype": "bfloat16"},
+    "qwen3 moe": MOE,
+    "qwen3 moe, sharded": {**MOE, "shards": 3, "dtype": "bfloat16"},
     "sharded": {"shards": 3},
 }
 

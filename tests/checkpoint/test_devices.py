@@ -85,6 +85,15 @@ def test_each_device_holds_its_share(tmp_path, count, form):
     assert load_on(count, source, tmp_path / form) == ["placed rows", "placed columns"]
 
 
+@pytest.mark.parametrize("form", ["orbax", "hf"])
+def test_experts_are_divided_too(tmp_path, form):
+    """Whole experts by `rows`, rows of each by `columns`."""
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+    source = make_hf_dir(tmp_path / "hf", moe_intermediate_size=24, **moe)
+    convert(source, tmp_path / "orbax", registry.parameter_tree(source))
+    assert load_on(2, source, tmp_path / form) == ["placed rows", "placed columns"]
+
+
 def test_a_shape_that_does_not_divide_is_named(tmp_path):
     source = make_hf_dir(tmp_path / "hf", vocab_size=272, intermediate_size=48)
     convert(source, tmp_path / "orbax", registry.parameter_tree(source))

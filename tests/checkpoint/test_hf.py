@@ -11,7 +11,7 @@ from helpers_models import TINY_CONFIG, make_hf_dir, tiny_weights
 from safetensors.numpy import load_file, save_file
 
 from jaxoverlap.checkpoint.errors import CheckpointError
-from jaxoverlap.checkpoint.parts import Part, fused
+from jaxoverlap.checkpoint.parts import Part, fused, stacked
 from jaxoverlap.checkpoint.tree import check_cover
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.models import registry
@@ -222,3 +222,25 @@ def test_a_model_must_say_where_every_row_comes_from(parts, message):
     shapes = {name: jax.ShapeDtypeStruct((4, 2), np.float32) for name in "ab"}
     with pytest.raises(CheckpointError, match=message):
         check_cover(shapes, parts)
+
+
+X, Y = fused(["x0", "x1"], [2, 1]), (Part("y"),)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (stacked([X]), r"parameter a: its tensors fill 0 rows of 3 at \[1\]"),
+        (stacked([X, X[:1]]), r"parameter a: its tensors fill 2 rows of 3 at \[1\]"),
+        (stacked([X, Y, Y]), r"parameter a: y lies at \[2\], outside \[2, 3, 4\]"),
+        (stacked([X, X + Y]), "parameter a: y starts at row 0, not 3"),
+        (stacked([X]) + Y, r"parameter a: y lies at \[\], outside \[2, 3, 4\]"),
+    ],
+)
+def test_nor_may_it_leave_one_out_of_an_array_of_several(parts, message):
+    """Each of several arrays in one parameter is made of tensors of its own."""
+    shapes = {"a": jax.ShapeDtypeStruct((2, 3, 4), np.float32)}
+    check_cover(shapes, {"a": stacked([X, Y])})
+    check_cover(shapes, {"a": stacked([stacked([(Part(f"{i}{j}"),) for j in range(3)]) for i in range(2)])})
+    with pytest.raises(CheckpointError, match=message):
+        check_cover(shapes, {"a": parts})

@@ -22,6 +22,7 @@ from jaxoverlap.engine import Engine
 from jaxoverlap.loading import load
 from jaxoverlap.models import registry
 from jaxoverlap.models.checksum import ChecksumConfig
+from jaxoverlap.models.shapes import published
 
 FAMILIES = {
     "llama": {},
@@ -47,6 +48,11 @@ def engines(directory, **settings):
     jax = Engine.from_parts(config, model, runner, total)
     normal = dataclasses.replace(config, disable_overlap_schedule=True)
     return jax, [Engine.from_parts(c, model, theirs, total) for c in (config, normal)]
+
+
+def test_a_mixture_of_experts_is_refused():
+    with pytest.raises(ValueError, match=r"computes no mixture of experts \(num_experts 8\)"):
+        TorchDecoder(published("tiny-moe"), {})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,6 +16,8 @@ from jaxoverlap.kernels.backend import choose
         ("future_map_scatter", "pallas", "gpu", "pallas"),
         ("decode_attention", "auto", "gpu", "pallas"),
         ("extend_attention", "auto", "cpu", "xla"),
+        ("grouped_matmul", "auto", "cpu", "xla"),
+        ("grouped_matmul", "auto", "cuda", "pallas"),
         ("sample", "interpret", "cpu", "interpret"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen against a float64 forward written from the formulas, and the demo model's goldens."""
+"""Llama, Mistral and Qwen, with experts too, against a float64 forward from the formulas; the demo model's goldens."""
 
 import json
 import math
@@ -29,6 +29,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 24, "rope_theta": 1e6}
 
 
 def rope_angle(config: dict, i: int) -> float:
@@ -70,6 +71,21 @@ def reference_logits(config: dict, weights: dict[str, np.ndarray], ids: list[int
             out[i], out[i + hd // 2] = pair.real, pair.imag
         return out
 
+    def gated(x, at):
+        gate = linear(x, f"{at}.gate_proj")
+        return linear(gate / (1 + np.exp(-gate)) * linear(x, f"{at}.up_proj"), f"{at}.down_proj")
+
+    def routed(x, at):
+        out = np.zeros_like(x)
+        for t in range(len(x)):
+            scores = np.exp(linear(x[t], f"{at}.gate"))
+            scores /= scores.sum()
+            chosen = sorted(range(len(scores)), key=lambda e: -scores[e])[: config["num_experts_per_tok"]]
+            total = sum(scores[e] for e in chosen) if config["norm_topk_prob"] else 1.0
+            for e in chosen:
+                out[t] += scores[e] / total * gated(x[t], f"{at}.experts.{e}")
+        return out
+
     x = w["model.embed_tokens.weight"][ids]
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
@@ -86,8 +102,7 @@ def reference_logits(config: dict, weights: dict[str, np.ndarray], ids: list[int
                 attended[t, head] = (p / p.sum()) @ v[: t + 1, group]
         x = x + linear(attended.reshape(len(ids), -1), f"{at}.self_attn.o_proj")
         h = norm(x, f"{at}.post_attention_layernorm")
-        gate = linear(h, f"{at}.mlp.gate_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
+        x = x + (routed(h, f"{at}.mlp") if f"{at}.mlp.gate.weight" in w else gated(h, f"{at}.mlp"))
     head_name = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
     return norm(x, "model.norm") @ w[head_name].T
 
@@ -119,6 +134,30 @@ CASES = {
         "tie_word_embeddings": False,
         "use_sliding_window": False,
         "sliding_window": 16,
+    },
+    "qwen3 moe": {**MOE, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "qwen3 moe, one of five experts": {
+        **MOE,
+        "num_experts": 5,
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": False,
+    },
+    "qwen3 moe, all experts, biases": {
+        **MOE,
+        "num_experts": 3,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+    },
+    "qwen3 moe, dense layers": {
+        **MOE,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
     },
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6, "max_window_layers": 1, "sliding_window": None},
 }

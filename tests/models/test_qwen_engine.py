@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen2 through the engine: the float64 forward's own tokens, and the same with overlap on and off."""
+"""Qwen2, Qwen3 and Qwen3-MoE through the engine: the float64 forward's tokens, and the same with overlap on and off."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "max_new_tokens": 6, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 moe", "qwen3 moe, dense layers", "qwen2"])
 def test_overlap_changes_no_token(tmp_path, name):
     directory = make_hf_dir(tmp_path, **CASES[name])
     config = EngineConfig(
