@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from jaxoverlap.core import Drafts, Launch, Launches, Runner, Sample, Samples, Sync, Turn, Wait
+
+Exchange = Callable[[np.ndarray], np.ndarray]  # int64 [local ranks, len(Fact)] -> [ranks, len(Fact)]
 
 
 def own_facts(facts: np.ndarray) -> np.ndarray:
@@ -15,12 +18,12 @@ def own_facts(facts: np.ndarray) -> np.ndarray:
 
 
 class Driver:
-    """Answers the turns of a rank, or of a group of them, from a runner. One that runs steps with ranks elsewhere
-    answers for them in `exchange(facts)`: int64 [local ranks, len(Fact)] -> [ranks, len(Fact)]."""
+    """Answers the turns of a rank, or of a group of them, from a runner. One that runs steps of
+    several ranks has their `exchange`."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.exchange = getattr(runner, "exchange", own_facts)
+        self.exchange: Exchange = getattr(runner, "exchange", own_facts)
 
     def turn(self, turn: Turn) -> None:
         """Runs one turn to its end. Whatever the turn or the runner raises comes out, with the turn closed."""

@@ -18,7 +18,7 @@ from jaxoverlap.device.buckets import fit_chunk
 from jaxoverlap.driver import Driver
 from jaxoverlap.loading import OwnedRunner, ServedModel, load, load_grammar_backend
 from jaxoverlap.loop import EngineError, Loop
-from jaxoverlap.parallel.group import Group
+from jaxoverlap.parallel.group import group_of
 from jaxoverlap.progress import Report
 from jaxoverlap.request_input import split
 from jaxoverlap.sampling_params import SamplingParams
@@ -103,9 +103,7 @@ class Engine:
             )
             for _ in ranks
         ]
-        self._scheduler: Scheduler | Group = schedulers[0]
-        if config.dp_size > 1:
-            self._scheduler = Group(schedulers, first_rank=ranks[0], load_balance_method=config.load_balance_method)
+        self._scheduler = group_of(config, schedulers, ranks[0])
         self._loop = Loop(self._scheduler, Driver(runner))
         self._submitter = Submitter(config, model, runner, grammar_backend, self._scheduler, self._loop)
         self._control = threading.RLock()  # one pause, resumption, update or end at a time

@@ -43,6 +43,13 @@ def register(subparsers: Any) -> None:
     )
     bench.add_argument("--turns", type=positive, default=120, metavar="N", help="turns of each loop and ratio [120]")
 
+    bench = _add(
+        benches, "dp", "the exchange of data-parallel ranks, and overlap with it, on simulated devices", run_dp
+    )
+    bench.add_argument("--ranks", type=counts, default=(2, 4), metavar="N,N", help="data-parallel ranks [2,4]")
+    bench.add_argument("--step-ms", type=seconds, default=8.0, metavar="MS", help="step time of the devices [8]")
+    bench.add_argument("--turns", type=positive, default=120, metavar="N", help="turns of each loop and case [120]")
+
     bench = _add(benches, "launch", "the call that gives the device a step, against a bare jitted call", run_launch)
     bench.add_argument("--batch", type=counts, default=(8,), metavar="N,N", help="decoding requests [8]")
     bench.add_argument("--turns", type=positive, default=100, metavar="N", help="launches measured [100]")
@@ -101,6 +108,21 @@ def run_overlap(args: argparse.Namespace) -> int:
         rows = overlap.measure(args.ratios, args.step_ms, args.turns, report)
     overlap.show(console(args), rows)
     write_json(args, {"overlap": rows})
+    return 0
+
+
+def run_dp(args: argparse.Namespace) -> int:
+    check_json_flag(args)
+    if min(args.ranks) < 2:
+        raise UsageError(f"--ranks must be at least 2, not {min(args.ranks)}")
+    if args.turns > host.CONTEXT // 2:
+        raise UsageError(f"--turns must be at most {host.CONTEXT // 2}, not {args.turns}")
+    with bars() as report:
+        from jaxoverlap.bench import dp
+
+        rows = dp.measure(args.ranks, args.step_ms, args.turns, report)
+    dp.show(console(args), rows)
+    write_json(args, {"dp": rows})
     return 0
 
 

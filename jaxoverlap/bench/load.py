@@ -9,6 +9,7 @@ from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Request
 from jaxoverlap.driver import Driver
 from jaxoverlap.loop import Loop
+from jaxoverlap.parallel.group import group_of
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler import Scheduler
 
@@ -16,8 +17,9 @@ EOS = 2
 
 
 class Load:
-    """`count` streaming requests with random prompts of `prompt_len` ids from 3 on, greedy, `max_new_tokens` each. They
-    look for an end-of-sequence id unless `ignore_eos`. The KV pool is `config.max_total_tokens`."""
+    """`count` streaming requests on each rank, with random prompts of `prompt_len` ids from 3 on, greedy,
+    `max_new_tokens` each. They look for an end-of-sequence id unless `ignore_eos`. The KV pool is
+    `config.max_total_tokens`."""
 
     def __init__(
         self,
@@ -32,16 +34,20 @@ class Load:
         ignore_eos: bool,
     ) -> None:
         assert config.max_total_tokens is not None
-        self.scheduler = Scheduler(
-            config, max_total_tokens=config.max_total_tokens, context_length=context_length, vocab_size=vocab_size
-        )
-        self.loop, self.call = Loop(self.scheduler, driver), Call()
+        total = config.max_total_tokens
+        schedulers = [
+            Scheduler(config, max_total_tokens=total, context_length=context_length, vocab_size=vocab_size)
+            for _ in range(config.dp_size)
+        ]
+        self.scheduler = schedulers[0]
+        self.loop, self.call = Loop(group_of(config, schedulers), driver), Call()
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos)
         rng = np.random.default_rng(0)
-        for i in range(count):
+        for i in range(count * config.dp_size):
             ids = rng.integers(3, vocab_size, prompt_len).astype(np.int32)
             stops = () if ignore_eos else (EOS,)
             request = Request(rid=f"r{i}", prompt_ids=ids, params=params, stream=True, stop_ids=stops)
+            request.data_parallel_rank = i // count
             self.call.tickets.append(Ticket(request, None, self.call, i))
         self.loop.submit(self.call)
 

@@ -6,7 +6,7 @@ The host work is the scheduler's own and, behind each turn, a busy loop that fil
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -17,9 +17,9 @@ from rich.table import Table
 
 from jaxoverlap.bench.load import Load
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.core import Runner, Turn, Wait
-from jaxoverlap.device.simulated import SimulatedRunner
-from jaxoverlap.driver import Driver
+from jaxoverlap.core import Runner, Sync, Turn, Wait
+from jaxoverlap.device.simulated import SimulatedRanks, simulate
+from jaxoverlap.driver import Driver, Exchange
 from jaxoverlap.progress import Report, silent
 
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.25, 1.5)  # host / device
@@ -50,7 +50,7 @@ class BusyDriver(Driver):
             pass
 
     def answer(self, ask: Any) -> Any:
-        if type(ask) is not Wait:
+        if type(ask) is not Wait and type(ask) is not Sync:
             return super().answer(ask)
         begin = time.perf_counter()
         answer = super().answer(ask)
@@ -68,18 +68,32 @@ class Side:
     host: list[float] = field(default_factory=list)  # of them not waited
 
     @classmethod
-    def make(cls, normal: bool, host_s: float, device_ms: float, turns: int) -> Side:
+    def make(
+        cls,
+        normal: bool,
+        host_s: float,
+        device_ms: float,
+        turns: int,
+        dp_size: int = 1,
+        exchange: Callable[[SimulatedRanks], Exchange] | None = None,
+    ) -> Side:
+        """`exchange`: of several ranks, for the devices that it is given."""
         config = EngineConfig(
             device="simulated",
             step_ms=device_ms,
+            context_length=CONTEXT,
             max_running_requests=BATCH,
             max_total_tokens=BATCH * (PROMPT + turns + 64),
             chunked_prefill_size=-1,
             disable_overlap_schedule=normal,
+            dp_size=dp_size,
+            enable_dp_attention=dp_size > 1,
         )
-        assert config.max_total_tokens is not None
-        runner = SimulatedRunner(config, max_total_tokens=config.max_total_tokens, context_length=CONTEXT)
+        _, runner, _ = simulate(config)
         driver = BusyDriver(runner, host_s)
+        if exchange is not None:
+            assert isinstance(runner, SimulatedRanks)
+            driver.exchange = exchange(runner)
         load = Load(
             config,
             driver,

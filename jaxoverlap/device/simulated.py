@@ -80,7 +80,7 @@ class SimulatedRunner:
         self._relay = np.full(rows, -1, np.int32)
         self._power, self._inverse = _powers(context_length + 1)
         self._queue: deque[Handle] = deque()
-        self._free_at = 0.0
+        self.free_at = 0.0  # when the device will have done all that was launched
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises ValueError naming a parameter that changes logits: there are none."""
@@ -89,14 +89,20 @@ class SimulatedRunner:
 
     def launch(self, launches: list[Launch]) -> list[Handle]:
         (launch,) = launches
-        seconds = self._prefill_s if launch.mode.is_extend else self._decode_s
-        if self._jitter:
-            seconds *= self._noise.uniform(1 - self._jitter, 1 + self._jitter)
-        begin = max(time.perf_counter(), self._free_at)
-        handle = Handle(launch, begin, begin + seconds)
-        self._free_at = handle.end
+        begin = max(time.perf_counter(), self.free_at)
+        return [self.put(launch, begin, begin + self.step_seconds(launch.mode.is_extend))]
+
+    def step_seconds(self, extends: bool) -> float:
+        """Of the next step."""
+        seconds = self._prefill_s if extends else self._decode_s
+        return seconds * self._noise.uniform(1 - self._jitter, 1 + self._jitter) if self._jitter else seconds
+
+    def put(self, launch: Launch, begin: float, end: float) -> Handle:
+        """Launches a step of a set time (`time.perf_counter`)."""
+        handle = Handle(launch, begin, end)
+        self.free_at = end
         self._queue.append(handle)
-        return [handle]
+        return handle
 
     def sample(self, samples: list[Sample]) -> None:
         """Sampling takes no time of its own, but the device stands still until it is asked for."""
@@ -106,7 +112,7 @@ class SimulatedRunner:
                 raise ValueError(f"launch {x.launch.number} is sampled already")
             self._run_until(handle)
             handle.end = max(handle.end, time.perf_counter())
-            self._free_at = max(self._free_at, handle.end)
+            self.free_at = max(self.free_at, handle.end)
             handle.sampled = True
             self._pick(handle, x.mask)
 
@@ -224,9 +230,53 @@ def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
     return power, inverse
 
 
-def simulate(config: EngineConfig) -> tuple[SimulatedModel, SimulatedRunner, int]:
+class SimulatedRanks:
+    """core.Runner of as many simulated devices as there are ranks, whose steps begin and end together: as long as a
+    prefill where any rank extends."""
+
+    def __init__(self, config: EngineConfig, *, max_total_tokens: int, context_length: int) -> None:
+        sizes = {"max_total_tokens": max_total_tokens, "context_length": context_length}
+        self.ranks = range(config.dp_size)
+        self._runners = [SimulatedRunner(config, **sizes) for _ in self.ranks]
+        self.device_name = f"{config.dp_size} x {self._runners[0].device_name}"
+        self.check_params = self._runners[0].check_params
+
+    @property
+    def free_at(self) -> float:
+        """When the devices will have done all that was launched."""
+        return max(r.free_at for r in self._runners)
+
+    def launch(self, launches: list[Launch]) -> list[tuple[int, Handle]]:
+        begin = max(time.perf_counter(), self.free_at)
+        end = begin + self._runners[0].step_seconds(launches[0].is_extend_in_batch)
+        return [(i, self._runners[i].put(launch, begin, end)) for i, launch in enumerate(launches)]
+
+    def sample(self, samples: list[Sample]) -> None:
+        for x in samples:
+            i, handle = x.handle
+            self._runners[i].sample([Sample(x.launch, handle, x.mask)])
+
+    def wait(self, handle: tuple[int, Handle]) -> StepResult:
+        i, own = handle
+        return self._runners[i].wait(own)
+
+    def block(self, handle: tuple[int, Handle]) -> None:
+        self._runners[handle[0]].block(handle[1])
+
+    def is_ready(self, handle: tuple[int, Handle]) -> bool:
+        return self._runners[handle[0]].is_ready(handle[1])
+
+    def device_spans(self, handle: tuple[int, Handle]) -> list[tuple[str, float, float]]:
+        return self._runners[handle[0]].device_spans(handle[1])
+
+    def shutdown(self) -> None:
+        """Nothing to give back."""
+
+
+def simulate(config: EngineConfig) -> tuple[SimulatedModel, SimulatedRunner | SimulatedRanks, int]:
     """(model, runner, KV pool in tokens): by default a pool that holds every slot at full length."""
     model = SimulatedModel(context_length=config.context_length or DEFAULT_CONTEXT)
     page = config.page_size
     total = config.max_total_tokens or config.max_running_requests * -(-model.context_length // page) * page
-    return model, SimulatedRunner(config, max_total_tokens=total, context_length=model.context_length), total
+    kind = SimulatedRunner if config.dp_size == 1 else SimulatedRanks
+    return model, kind(config, max_total_tokens=total, context_length=model.context_length), total

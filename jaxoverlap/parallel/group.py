@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import (
     Launch,
     Launches,
@@ -202,3 +203,10 @@ class Group:
 
 def _name(ask: Together | None) -> str:
     return "ends" if ask is None else type(ask).__name__
+
+
+def group_of(config: EngineConfig, schedulers: Sequence[Scheduler], first_rank: int = 0) -> Scheduler | Group:
+    """What a loop turns: a single rank's scheduler, or a group."""
+    if config.dp_size == 1:
+        return schedulers[0]
+    return Group(schedulers, first_rank=first_rank, load_balance_method=config.load_balance_method)
