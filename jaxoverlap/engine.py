@@ -161,11 +161,13 @@ class Engine:
             *(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details, response_format),
             data_parallel_rank,
         )
+        if stream and self._scheduler.is_joint:
+            raise RequestError("stream needs all ranks in one process: here every process turns until all are done")
         call = self._submitter.open(given, many)
         if stream:
             return Stream(self._loop, call)
         try:
-            self._loop.drive(lambda: call.pending == 0)
+            self._loop.drive_until_done(call)
         except BaseException:
             self._loop.abandon(call)
             raise

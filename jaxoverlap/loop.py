@@ -27,11 +27,13 @@ class Loop:
     """Turns a scheduler for many threads and hands its outputs to their tickets.
 
     After an exception inside a turn nothing is turned any more: whoever waits, or comes later, gets an EngineError.
+    With ranks in other processes the runner's `leave` ends the process instead.
     """
 
     def __init__(self, scheduler: Scheduler | Group, driver: Driver) -> None:
         self.scheduler = scheduler
         self.driver = driver
+        self.leave: Callable[[BaseException], None] | None = getattr(driver.runner, "leave", None)
         self.lock = threading.Lock()  # guards what follows
         self.tickets: dict[str, Ticket] = {}  # of unfinished requests
         self.is_paused = False
@@ -40,6 +42,7 @@ class Loop:
         self._held: dict[str, list[Ticket]] = {}  # by the id that they wait for
         self._driver_thread: int | None = None  # who turns the loop
         self._in_turn = False
+        self._turns = 0
         self._launches = self._still_turns = 0  # as of the last turn; turns since anything moved
         self._poked = False  # something came in that no turn has seen
 
@@ -85,6 +88,15 @@ class Loop:
                     if self._driver_thread == me:
                         self._driver_thread = None
                     self._wake()
+
+    def drive_until_done(self, call: Call) -> None:
+        """Until all its requests have ended. With ranks in other processes, until nobody anywhere has work: turns meet
+        those of the others, so that none may make one more or one less."""
+        if not self.scheduler.is_joint:
+            self.drive(lambda: call.pending == 0)
+            return
+        turns = self._turns
+        self.drive(lambda: self._turns > turns and not self.scheduler.anyone_works)
 
     def drive_until_seen(self) -> None:
         """Until a turn has seen everything that came in."""
@@ -157,6 +169,7 @@ class Loop:
                 self._check_progress()
                 self._in_turn, self._poked = True, False
             self.driver.turn(self.scheduler.turn())
+            self._turns += 1
             begin = time.perf_counter()
             with self.lock:
                 told = self._deliver()
@@ -171,6 +184,8 @@ class Loop:
         except EngineError:
             raise
         except BaseException as e:
+            if self.leave is not None:
+                self.leave(e)
             self.fail(e)
             if isinstance(e, Exception):
                 self.check_alive()

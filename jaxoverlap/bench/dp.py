@@ -48,9 +48,9 @@ class TimedExchange:
 def measure(
     ranks: Sequence[int] = (2, 4), device_ms: float = 8.0, turns: int = 120, report: Report = silent
 ) -> list[dict[str, Any]]:
-    """A row for each number of ranks and form; medians. `exchange_us` is what an exchange takes in a turn of the overlap
-    loop, `alone_us` with nothing else going on. `hidden` is the share of the host's work that does not lengthen the
-    overlap loop's steps: 1 - (overlap_ms - device_ms) / host_ms. Normal loop and overlap loop alternate."""
+    """A row for each number of ranks and form; medians. `exchange_us` is what one takes in a turn of the overlap loop,
+    `alone_us` with nothing else going on. `hidden` is the share of the host's work that does not lengthen the overlap
+    loop's steps: 1 - (overlap_ms - device_ms) / host_ms. Normal loop and overlap loop alternate."""
     want_cpu_devices(max(ranks))
     rows, stretch = [], turns // ROUNDS + SKIP + 1
     cases = [(n, form) for n in ranks for form in FORMS]

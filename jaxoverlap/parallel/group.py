@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import (
+    Fact,
     Launch,
     Launches,
     Output,
@@ -35,18 +36,22 @@ class RankError(RuntimeError):
 
 
 class Group:
-    """`schedulers` of ranks `first_rank` and following, those of this process. A request goes to the rank that it
-    names, else by `load_balance_method`: to each in turn, or to the one with the fewest unfinished requests."""
+    """`schedulers` of ranks `first_rank` and following, those of this process; `is_joint`: there are others. A request
+    goes to the rank that it names, else by `load_balance_method`: to each in turn, or to the one with the fewest
+    unfinished requests."""
 
     def __init__(
         self,
         schedulers: Sequence[Scheduler],
         *,
         first_rank: int = 0,
+        is_joint: bool = False,
         load_balance_method: LoadBalance = "round_robin",
     ) -> None:
         self.schedulers = list(schedulers)
         self.first_rank = first_rank
+        self.is_joint = is_joint
+        self.anyone_works = True  # on any rank anywhere, as the last exchange told
         self._outputs: deque[Output] = deque()
         self._in_turn = load_balance_method == "round_robin"
         self._next = 0
@@ -172,6 +177,7 @@ class Group:
         if isinstance(some, Sync):
             facts: list[np.ndarray] = [ask.facts for ask in asks.values()]  # type: ignore[union-attr]
             table = yield Sync(np.concatenate(facts))
+            self.anyone_works = bool(table[:, Fact.HAS_WORK].any())
             return [table] * count
         if isinstance(some, Sample):
             yield Samples(list(asks.values()))  # type: ignore[arg-type]
@@ -209,4 +215,5 @@ def group_of(config: EngineConfig, schedulers: Sequence[Scheduler], first_rank: 
     """What a loop turns: a single rank's scheduler, or a group."""
     if config.dp_size == 1:
         return schedulers[0]
-    return Group(schedulers, first_rank=first_rank, load_balance_method=config.load_balance_method)
+    joint = len(schedulers) < config.dp_size
+    return Group(schedulers, first_rank=first_rank, is_joint=joint, load_balance_method=config.load_balance_method)

@@ -6,6 +6,7 @@ import contextlib
 import os
 
 import jax
+import numpy as np
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.device import advice
@@ -34,6 +35,7 @@ def load_ranks(config: EngineConfig, report: Report) -> tuple[registry.LoadedMod
         total = default_max_total_tokens(
             model.module.cache_shapes, config, model.context_length, devices[mesh.local[0]], ranks=len(mesh.local)
         )
+        total = int(exchange(np.full((len(mesh.local), 1), total)).min())  # all run one program: of one size
     runner = RankRunner(
         model.module,
         config,

@@ -23,6 +23,7 @@ from jaxoverlap.device.step import Logits, Outputs, Steps
 from jaxoverlap.kernels.backend import Kernels
 from jaxoverlap.models.paged import Model
 from jaxoverlap.parallel.mesh import RankMesh
+from jaxoverlap.parallel.processes import Watcher
 
 
 class Step:
@@ -75,6 +76,8 @@ class RankRunner:
     ) -> None:
         self.mesh = mesh
         self.ranks = mesh.local
+        self._watcher = Watcher(mesh.local) if len(mesh.local) < mesh.size else None
+        self.leave = None if self._watcher is None else self._watcher.leave
         self.exchange = exchange
         self.buckets = Buckets.of(config, context_length=context_length, max_total_tokens=max_total_tokens)
         self.num_pages = max_total_tokens // config.page_size
@@ -197,6 +200,8 @@ class RankRunner:
 
     def shutdown(self) -> None:
         """Waits for the devices, then lets go of weights, state and programs. Twice is once."""
+        if self._watcher is not None:
+            self._watcher.stop()
         leaves = jax.tree.leaves(self._state)
         jax.block_until_ready([leaf for leaf in leaves if not leaf.is_deleted()])  # deleted: a step failed
         self._programs.close()

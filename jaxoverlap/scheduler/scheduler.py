@@ -172,6 +172,15 @@ class Scheduler:
     def ranks(self) -> range:
         return range(1)
 
+    @property
+    def is_joint(self) -> bool:
+        """Whether turns meet those of other processes."""
+        return False
+
+    @property
+    def anyone_works(self) -> bool:
+        return self.has_work
+
     def assign(self, request: Request) -> int:
         """There is one rank to serve it; a Group has more."""
         return 0

@@ -113,7 +113,8 @@ class Ranks:
             )
             for _ in runner.ranks
         ]
-        self.group = Group(self.schedulers, first_rank=runner.ranks[0], load_balance_method=balance)
+        joint = len(runner.ranks) < config.dp_size
+        self.group = Group(self.schedulers, first_rank=runner.ranks[0], is_joint=joint, load_balance_method=balance)
         self.driver = Driver(runner)
         self.launches = []  # of each turn, by rank
         self.requests: dict[str, Request] = {}
@@ -132,9 +133,9 @@ class Ranks:
     def run(self, load, limit=2000):
         """Plays a load to its end: {rid: output ids}."""
         last = max(one.turn for one in load)
-        while self.now <= last or not self.group.is_idle:
+        while self.now <= last or (self.group.anyone_works if self.group.is_joint else not self.group.is_idle):
             assert self.now < limit, "the ranks do not come to an end"
-            self.submit(*(one for one in load if one.turn == self.now))
+            self.submit(*(one for one in load if one.turn == self.now and one.rank in (None, *self.group.ranks)))
             self.turn()
         return self.outputs()
 
@@ -159,3 +160,11 @@ def random_load(rng, dp_size, *, grammar=True):
             turn = int(rng.integers(0, 20))
             load.append(Asked(f"{rank}-{i}", turn, rank, prompt, length, () if of else stops, of))
     return load
+
+
+def rows_of(runner, i):
+    """The state of a local rank but for what padding writes: row 0, and page 0 of the cache."""
+    state = runner._state
+    tables = [state.output_tokens, state.new_seq_lens, state.page_table, state.params]
+    arrays = [*state.cache, *tables, state.tables.counts, state.tables.bias, state.tables.stops]
+    return [np.asarray(runner.mesh.share(array, i))[1:].copy() for array in arrays]

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from helpers_parallel import CONTEXT, LOOPS, Asked, Ranks, config_of, random_load
+from helpers_parallel import CONTEXT, LOOPS, Asked, Ranks, config_of, random_load, rows_of
 
 from jaxoverlap.models.checksum import ChecksumModel
 from jaxoverlap.parallel.mesh import RankMesh
@@ -64,15 +64,6 @@ def test_a_hundred_random_loads(runners):
     check_loads(runners[2], range(100, 110))
 
 
-def rows_of(runner, rank):
-    """The state of a rank but for what padding writes: row 0, and page 0 of the cache."""
-    page = 1
-    state = runner._state
-    cache = [np.asarray(runner.mesh.share(leaf, rank))[page:] for leaf in state.cache]
-    tables = [state.output_tokens, state.new_seq_lens, state.page_table, state.params, *jax.tree.leaves(state.tables)]
-    return cache + [np.asarray(runner.mesh.share(leaf, rank))[1:] for leaf in tables]
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_rank_without_work_changes_no_bit(runners, loop):
     """While it idles, through the others' prefills, chunks, decode steps and delayed samplings."""
@@ -102,6 +93,22 @@ def test_a_launch_that_never_met_the_others_is_refused(runners):
         object.__setattr__(launch, "global_num_tokens", None)
     with pytest.raises(ValueError, match="launch 1 has no global_num_tokens"):
         runners[2].launch(launches.launches)
+
+
+def test_h18_all_kinds_of_work_at_once(runners):
+    """tests/README.md H18: a long chunked prefill, decode, nothing, a grammar; then all drain; then one new request."""
+    for loop in LOOPS:
+        ranks = Ranks(runners[4], config_of(4, loop))
+        load = [
+            Asked("decode", 0, 1, [6, 7], 25),
+            Asked("long", 3, 0, [5] * 90, 12),
+            Asked("grammar", 3, 3, [8, 9, 10], 9, grammar=5),
+        ]
+        outputs = ranks.run(load)
+        assert outputs == {one.rid: one.want for one in load}
+        new = Asked("new", ranks.now, 2, [11, 12], 6)
+        assert ranks.run([new])["new"] == new.want
+        assert all(len(set(counts)) == 1 for counts in ranks.launches)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,129 @@
+"""One process of several that hold ranks together; run by test_processes.py.
+
+Arguments: process, processes, ranks of each, port, what ("loads", "engine", "killed", "raises", "caught"), number.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "scheduler")]
+process, processes, local, port = (int(x) for x in sys.argv[1:5])
+what, number = sys.argv[5], int(sys.argv[6])
+
+from jaxoverlap.parallel.processes import join  # noqa: E402
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", local)
+join(f"127.0.0.1:{port}", processes, process)
+
+import numpy as np  # noqa: E402
+from helpers_parallel import CONTEXT, LOOPS, Asked, Ranks, config_of, random_load, rows_of  # noqa: E402
+
+from jaxoverlap.config import EngineConfig  # noqa: E402
+from jaxoverlap.engine import Engine  # noqa: E402
+from jaxoverlap.models.checksum import ChecksumModel  # noqa: E402
+from jaxoverlap.parallel.load import rank_devices  # noqa: E402
+from jaxoverlap.parallel.mesh import RankMesh  # noqa: E402
+from jaxoverlap.parallel.runner import RankRunner  # noqa: E402
+from jaxoverlap.parallel.sync import FactExchange  # noqa: E402
+
+dp_size = processes * local
+
+
+def make_runner():
+    config = config_of(dp_size, poison_future_map=True)
+    devices = rank_devices(dp_size)
+    runner = RankRunner(
+        ChecksumModel(),
+        config,
+        RankMesh(devices),
+        max_total_tokens=config.max_total_tokens,
+        context_length=CONTEXT,
+        exchange=FactExchange(devices),
+        cut=True,
+    )
+    runner.warm_up()
+    return runner
+
+
+def loads():
+    """Every process draws the same loads and serves its own ranks' requests."""
+    runner = make_runner()
+    for seed in range(number):
+        load = random_load(np.random.default_rng(seed), dp_size)
+        busy = {one.rank for one in load}
+        idle = [i for i, rank in enumerate(runner.ranks) if rank not in busy]
+        before = [rows_of(runner, i) for i in idle]
+        ranks = Ranks(runner, config_of(dp_size, LOOPS[seed % 2]))
+        outputs = ranks.run(load)
+        assert outputs == {one.rid: one.want for one in load if one.rank in runner.ranks}, seed
+        for i, rows in zip(idle, before):
+            for old, new in zip(rows, rows_of(runner, i), strict=True):
+                np.testing.assert_array_equal(old, new)
+        launches = {s.counters.launches for s in ranks.schedulers}
+        assert len(launches) == 1
+        print(json.dumps({"seed": seed, "launches": launches.pop(), "requests": len(outputs), "idle": len(idle)}))
+
+
+def engine(spoil=None):
+    settings = {"max_running_requests": 4, "max_total_tokens": 320, "context_length": CONTEXT, "audit": True}
+    config = EngineConfig(
+        model_path="checksum", chunked_prefill_size=16, dp_size=dp_size, enable_dp_attention=True, **settings
+    )
+    with Engine.from_config(config) as e:
+        if spoil is not None:
+            spoil(e)
+        for turn in range(number):
+            asked = [Asked(str(i), 0, None, [5 + process + turn] * (20 * i + 1), 12) for i in range(process * 2)]
+            results = (
+                e.generate(
+                    input_ids=[one.prompt for one in asked], sampling_params={"temperature": 0.0, "max_new_tokens": 12}
+                )
+                if asked
+                else e.generate([])
+            )
+            assert [r["output_ids"] for r in results] == [one.want for one in asked]
+            print(json.dumps({"launches": e.metrics()["launches"], "requests": len(results)}))
+
+
+def killed(e):
+    """In the middle of a turn: the others have met this rank, and launch."""
+    launch = e.runner.launch
+
+    def last(launches):
+        if launches[0].number == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return launch(launches)
+
+    if process == int(os.environ["VICTIM"]):
+        e.runner.launch = last
+
+
+def raises(e):
+    from jaxoverlap.scheduler import Scheduler
+
+    turn = Scheduler.turn
+
+    def last(self):
+        if self.counters.launches == 7:
+            raise KeyError("a fault of this rank")
+        return (yield from turn(self))
+
+    if process == int(os.environ["VICTIM"]):
+        Scheduler.turn = last
+
+
+match what:
+    case "loads":
+        loads()
+    case "engine":
+        engine()
+    case "killed":
+        engine(killed)
+    case "raises":
+        engine(raises)
