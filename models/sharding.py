@@ -36,6 +36,13 @@ class Split:
         if size % ranks and not (self.padded or self.first_only):
             raise ValueError(f"{size} of {list(shape)} does not divide into {ranks} shares")
 
+    def spread(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+        """Shape of all shares, rank after rank along `axis`."""
+        self.check(shape, ranks)
+        size = shape[self.axis]
+        whole = size * ranks if self.first_only else size + (-size % ranks if self.padded else 0)
+        return (*shape[: self.axis], whole, *shape[self.axis + 1 :])
+
     def share(self, array: np.ndarray, rank: int, ranks: int) -> np.ndarray:
         """That of one rank. Raises ValueError as `check` does."""
         self.check(array.shape, ranks)

@@ -19,27 +19,35 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--target", choices=TARGETS, default="h200", help="the GPU")
     parser.add_argument("--config", choices=CONFIGS, default="qwen3-0.6b", help="sizes of the model; no weights needed")
     parser.add_argument("--batch", type=int, default=64, metavar="N", help="rows of a batch")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="GPUs: ranks with DP attention [1]")
     add_json_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.batch < 1:
         raise UsageError(f"--batch must be at least 1, not {args.batch}")
+    if args.devices < 1:
+        raise UsageError(f"--devices must be at least 1, not {args.devices}")
     check_json_flag(args)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs here, on whatever devices there are
-    from jaxoverlap.aot.compile import compile_device, measure, plan
+    from jaxoverlap.aot.compile import compile_devices, measure, plan
     from jaxoverlap.models.shapes import published
 
     target = TARGETS[args.target]
-    device = compile_device(target)
-    work = plan(published(args.config), target, batch=args.batch)
+    devices = compile_devices(target, args.devices)
+    work = plan(published(args.config), target, batch=args.batch, devices=devices if args.devices > 1 else ())
     out = console(args)
     programs = {}
     for name in work.programs:
         with out.status(f"compiling {name}"):
-            programs[name] = measure(work, name, device)
-    out.print(_table(f"{args.config} for {target.name}, batch {args.batch}", programs))
-    data = {"target": args.target, "config": args.config, "batch": args.batch, "programs": programs}
+            programs[name] = measure(work, name, devices[0])
+    each = f" on each of {args.devices}" if args.devices > 1 else ""
+    out.print(_table(f"{args.config} for {target.name}, batch {args.batch}{each}", programs))
+    for name, p in programs.items():
+        for kind, shapes in p["collectives"].items():
+            out.print(f"{name}: {kind} " + ", ".join(f"{n} x {shape}" for shape, n in shapes.items()))
+    data = {"target": args.target, "config": args.config, "batch": args.batch, "devices": args.devices}
+    data["programs"] = programs
     write_json(args, data)
     return 0
 

@@ -3,55 +3,61 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxoverlap.aot.dumps import command_buffers, copies_of, custom_calls, spills
+from jaxoverlap.aot.dumps import collectives, command_buffers, copies_of, custom_calls, spills
 from jaxoverlap.aot.targets import Target
+from jaxoverlap.checkpoint.tree import named_leaves
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.device.buckets import Bucket, Buckets
 from jaxoverlap.device.pool import cache_bytes
-from jaxoverlap.device.programs import Program, Programs
+from jaxoverlap.device.programs import Over, Program, Programs
 from jaxoverlap.device.state import State, initial_state
 from jaxoverlap.device.step import Steps
 from jaxoverlap.kernels.backend import Kernels, quiet_lowering
 from jaxoverlap.models.decoder import Decoder
 from jaxoverlap.models.layers import DecoderConfig
+from jaxoverlap.models.sharding import ALONE, AXIS, MeshRanks, Split
 
 
 class PluginError(ImportError):
     """JAX's CUDA plugin is not there, or not of jaxlib's version."""
 
 
-def compile_device(target: Target) -> Any:
-    """A device of the target that can be compiled for. Raises PluginError naming the extra to install."""
+def compile_devices(target: Target, count: int = 1) -> list[Any]:
+    """Devices of the target, in one machine, that can be compiled for. Raises PluginError naming the extra to
+    install."""
     try:
         with _environ(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"):
             topology = topologies.get_topology_desc(
-                platform="cuda", topology_name=target.name, topology="1x1x1", target_config=target.text()
+                platform="cuda", topology_name=target.name, topology=f"1x1x{count}", target_config=target.text()
             )
     except Exception as e:
         what = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise PluginError(
             f"JAX's CUDA plugin, which compiles for a GPU, is not usable ({what}): pip install 'jaxoverlap[aot]'"
         ) from e
-    return topology.devices[0]
+    return list(topology.devices)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compiled: `programs` by the names of the report, and the shapes of their arguments."""
+    """What is compiled: `programs` by the names of the report, and the shapes of their arguments, of all ranks."""
 
     programs: dict[str, Program]
     weights: tuple[jax.ShapeDtypeStruct, ...]
@@ -59,17 +65,32 @@ class Plan:
     vocab_size: int
 
 
-def plan(model: DecoderConfig, target: Target, *, batch: int, tokens: int = 512, context: int = 4096) -> Plan:
+def plan(
+    model: DecoderConfig,
+    target: Target,
+    *,
+    batch: int,
+    tokens: int = 512,
+    context: int = 4096,
+    devices: Sequence[Any] = (),
+) -> Plan:
     """One decode and one extend program (of `tokens`), the same cut in two, and the program that writes pages, for
-    `batch` rows of up to `context` tokens with page 16, over a pool that fills them or the target's memory."""
-    config = EngineConfig(model_path="none", max_running_requests=batch, page_size=16)
+    `batch` rows of up to `context` tokens with page 16, over a pool that fills them or the target's memory. With
+    several `devices` all that is of each: they are data-parallel ranks with DP attention."""
+    ranks = max(1, len(devices))
+    dp: dict[str, Any] = {"dp_size": ranks, "enable_dp_attention": ranks > 1}
+    config = EngineConfig(model_path="none", max_running_requests=batch, page_size=16, **dp)
     kernels = Kernels.choose("auto", "cuda")
-    abstract = nnx.eval_shape(lambda: Decoder(model, kernels))
+    sharing = ALONE if ranks == 1 else MeshRanks(ranks)
+    abstract = nnx.eval_shape(lambda: Decoder(model, kernels, sharing))
     graph, params = nnx.split(abstract)
-    leaves, tree = jax.tree.flatten(params)
-    weights = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    leaves, tree = named_leaves(params), jax.tree.structure(params)
+    over, weights = None, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves.values())
+    if ranks > 1:
+        over, weights = _spread(leaves, abstract.splits(), devices)
     context = min(context, model.max_position_embeddings)
-    room = int(target.memory * config.mem_fraction_static) - sum(w.size * w.dtype.itemsize for w in weights)
+    held = sum(math.prod(_of_a_device(w)) * w.dtype.itemsize for w in weights)
+    room = int(target.memory * config.mem_fraction_static) - held
     pages = min(batch * -(-context // 16), room // (16 * cache_bytes(abstract.cache_shapes, 1)) - 1)
     if pages < batch:
         raise ValueError(f"{target.name}: no room for {batch} rows beside the weights")
@@ -84,20 +105,41 @@ def plan(model: DecoderConfig, target: Target, *, batch: int, tokens: int = 512,
             script_len=0,
         )
     )
+    if over is not None:
+        state = jax.tree.map(over.shape, state)
     steps = Steps(graph=graph, tree=tree, page_size=16, num_locs=num_locs, kernels=kernels, poison=False)
     extend = Bucket(tokens, batch, tokens // 16 + batch, False)
     buckets = Buckets((Bucket(batch, batch, batch, True),), (extend,))
-    programs = Programs(steps, buckets, vocab_size=model.vocab_size, cut=True)
+    programs = Programs(steps, buckets, vocab_size=model.vocab_size, cut=True, over=over)
     table = {re.sub(r"_\d+$", "", name): program for name, program in programs.table.items()}
     programs.close()
     return Plan(table, weights, state, model.vocab_size)
+
+
+def _spread(
+    leaves: Mapping[str, Any], splits: Mapping[str, Split], devices: Sequence[Any]
+) -> tuple[Over, tuple[jax.ShapeDtypeStruct, ...]]:
+    """The mesh of the devices, and the parameters' shapes on it."""
+    mesh = jax.sharding.Mesh(np.array(devices), (AXIS,))
+    specs, shapes = [], []
+    for name, leaf in leaves.items():
+        split = splits.get(name)
+        spec = PartitionSpec() if split is None else PartitionSpec(*[None] * split.axis, AXIS)
+        shape = leaf.shape if split is None else split.spread(leaf.shape, len(devices))
+        specs.append(spec)
+        shapes.append(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec)))
+    return Over(mesh, tuple(specs)), tuple(shapes)
+
+
+def _of_a_device(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    return x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
 
 
 def measure(work: Plan, name: str, device: Any) -> dict[str, Any]:
     """Compiles one program of the plan and reads the compiler's dumps: see `report`."""
     program = work.programs[name]
     assert program.donate is not None
-    return report(program.call, program.padding(work.weights, work.state), program.donate, device)
+    return report(program.call, program.shapes(work.weights, work.state), program.donate, device)
 
 
 def report(call: Any, args: tuple[Any, ...], state: int, device: Any) -> dict[str, Any]:
@@ -105,10 +147,13 @@ def report(call: Any, args: tuple[Any, ...], state: int, device: Any) -> dict[st
 
     command_buffers: CUDA graphs; outside: operations that are in none; state_copies: copies of an array of the state;
     alias_bytes: arguments updated in place; state_bytes; temp_bytes: working memory; spills: bytes that our kernels
-    spill, None where the version does not show their code; custom_calls: calls by target; compile_s: seconds.
+    spill, None where the version does not show their code; custom_calls: calls by target; collectives: between
+    devices, see dumps.collectives; compile_s: seconds. Bytes are those of one device.
     """
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    alone = jax.sharding.SingleDeviceSharding(device)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or alone), args
+    )
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         with _abstract_gpu(device), quiet_lowering():
@@ -119,7 +164,7 @@ def report(call: Any, args: tuple[Any, ...], state: int, device: Any) -> dict[st
         seconds = time.perf_counter() - start
         graphs, outside = command_buffers(Path(folder))
         spilled = spills(Path(folder))
-    leaves = jax.tree.leaves(shapes[state])
+    leaves = [jax.ShapeDtypeStruct(_of_a_device(x), x.dtype) for x in jax.tree.leaves(shapes[state])]
     memory, text = compiled.memory_analysis(), compiled.as_text()
     return {
         "command_buffers": graphs,
@@ -130,6 +175,7 @@ def report(call: Any, args: tuple[Any, ...], state: int, device: Any) -> dict[st
         "temp_bytes": memory.temp_size_in_bytes,
         "spills": spilled,
         "custom_calls": custom_calls(text),
+        "collectives": collectives(text),
         "compile_s": round(seconds, 2),
     }
 

@@ -51,6 +51,16 @@ def custom_calls(hlo: str) -> dict[str, int]:
     return dict(calls)
 
 
+def collectives(hlo: str) -> dict[str, dict[str, int]]:
+    """Of a compiled module: {operation: {a device's operand, as "bf16[64,1024]": how many}}."""
+    shapes = dict(re.findall(r"%([\w.-]+) = (\w+\[[\d,]*\])", hlo))
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+    out: dict[str, Counter[str]] = {}
+    for kind, operand in re.findall(rf" ({kinds})(?:-start)?\(%([\w.-]+)", hlo):
+        out.setdefault(kind, Counter())[shapes.get(operand, "?")] += 1
+    return {kind: dict(counts) for kind, counts in out.items()}
+
+
 def spills(folder: Path) -> int | None:
     """Bytes that our kernels spill from registers, stores and loads, by ptxas on the dumped PTX; None where the version
     dumps none of theirs or there is no ptxas."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
+from jaxoverlap.checkpoint.load import Put
 from jaxoverlap.checkpoint.tree import named_leaves
 
 
 class Parameters:
-    """Of `model`, whose they stay: what is replaced here is replaced there."""
+    """Of `model`, whose they stay: what is replaced here is replaced there. Where ranks share them, their shapes are
+    those of `whole`, and `put` brings each rank its share."""
 
-    def __init__(self, model: nnx.Module) -> None:
+    def __init__(self, model: nnx.Module, whole: Mapping[str, Any] | None = None, put: Put | None = None) -> None:
         variables = {
             ".".join(str(key) for key in path): node
             for path, node in nnx.iter_graph(model)
@@ -23,6 +26,9 @@ class Parameters:
         }
         order = named_leaves(nnx.split(model)[1])  # the order in which a step's program rebuilds the model
         self._variables = {name: variables[name] for name in order}
+        self._put = put
+        held = {name: variable.get_value() for name, variable in self._variables.items()}
+        self._shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in (whole or held).items()}
 
     def leaves(self) -> tuple[jax.Array, ...]:
         return tuple(variable.get_value() for variable in self._variables.values())
@@ -30,10 +36,10 @@ class Parameters:
     def check(self, new: Mapping[str, Any]) -> None:
         """Raises ValueError naming the first of `new` (arrays by dotted path) that is missing, unknown, deleted, or of
         another shape or dtype than the one in its place."""
-        for name, variable in self._variables.items():
+        for name, old in self._shapes.items():
             if name not in new:
                 raise ValueError(f"parameter {name} is missing")
-            old, array = variable.get_value(), new[name]
+            array = new[name]
             if isinstance(array, jax.Array) and array.is_deleted():
                 raise ValueError(f"parameter {name} was donated or deleted")
             if getattr(array, "shape", None) != old.shape:
@@ -48,7 +54,11 @@ class Parameters:
     def replace(self, new: dict[str, Any]) -> None:
         """Takes `new`, which has been checked, one by one: a parameter's former array goes before the next comes."""
         for name, variable in self._variables.items():
-            variable.set_value(_copied(new.pop(name), variable.get_value()))
+            array = new.pop(name)
+            if self._put is not None:
+                variable.set_value(self._put(name, partial(np.array, array)))
+            else:
+                variable.set_value(_copied(array, variable.get_value()))
 
 
 def _copied(array: Any, like: jax.Array) -> jax.Array:

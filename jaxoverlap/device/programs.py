@@ -54,11 +54,14 @@ class Over:
             step, mesh=self.mesh, in_specs=tuple(takes), out_specs=PartitionSpec(AXIS), check_vma=False
         )
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def shape(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Of all ranks, each with that shape."""
         sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
-        whole = (shape[0] * self.mesh.size, *shape[1:])
-        return jax.make_array_from_callback(whole, sharding, lambda _: np.zeros(shape, dtype))
+        return jax.ShapeDtypeStruct((x.shape[0] * self.mesh.size, *x.shape[1:]), x.dtype, sharding=sharding)
+
+    def zeros(self, x: jax.ShapeDtypeStruct) -> jax.Array:
+        whole = self.shape(x)
+        return jax.make_array_from_callback(whole.shape, whole.sharding, lambda _: np.zeros(x.shape, x.dtype))
 
 
 @dataclass(slots=True)
@@ -103,11 +106,19 @@ class Program:
         return out[0] if self.puts == STATE else dataclasses.replace(state, **{self.puts: out})
 
     def padding(self, weights: Any, state: State) -> tuple[Any, ...]:
-        """Arguments that touch nothing but the padding row and page; the state may be one of shapes."""
-        zeros = jnp.zeros if self.over is None else self.over.zeros
-        extra = jax.tree.map(lambda x: zeros(x.shape, x.dtype), self.extra())
-        packed = self.layout.empty()[0] if self.over is None else self.over.zeros((self.layout.size,), np.int32)
-        return *self.arguments(weights, state), *extra, packed
+        """Arguments that touch nothing but the padding row and page."""
+        zeros = (lambda x: jnp.zeros(x.shape, x.dtype)) if self.over is None else self.over.zeros
+        packed = self.layout.empty()[0] if self.over is None else zeros(self._packed)
+        return *self.arguments(weights, state), *jax.tree.map(zeros, self.extra()), packed
+
+    def shapes(self, weights: Any, state: State) -> tuple[Any, ...]:
+        """Those of its arguments; `weights` and `state` are shapes, of all ranks where there are several."""
+        own = (*self.extra(), self._packed)
+        return *self.arguments(weights, state), *(own if self.over is None else jax.tree.map(self.over.shape, own))
+
+    @property
+    def _packed(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.layout.size,), jnp.int32)
 
 
 class Programs:

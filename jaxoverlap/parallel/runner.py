@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
+from jaxoverlap.checkpoint.tree import named_leaves
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Launch, Sample, StepResult
 from jaxoverlap.device import fetching
@@ -17,10 +18,12 @@ from jaxoverlap.device.buckets import Bucket, Buckets
 from jaxoverlap.device.launch_checks import check_range, raise_faults
 from jaxoverlap.device.packing import pack_pages, pack_sample, pack_step, unpack_outputs
 from jaxoverlap.device.page_writes import PageWrites
+from jaxoverlap.device.parameters import Parameters
 from jaxoverlap.device.programs import Over, Program, Programs, Progress
 from jaxoverlap.device.state import initial_state
 from jaxoverlap.device.step import Logits, Outputs, Steps
 from jaxoverlap.kernels.backend import Kernels
+from jaxoverlap.models.decoder import Decoder
 from jaxoverlap.models.paged import Model
 from jaxoverlap.parallel.mesh import RankMesh
 from jaxoverlap.parallel.processes import Watcher
@@ -103,17 +106,17 @@ class RankRunner:
                 )
         self._state = jax.tree.map(lambda *shares: mesh.join(shares), *states)
         graph, params = nnx.split(model)
-        weights, tree = jax.tree.flatten(params)
-        self._weights = tuple(weights)
+        self._parameters = parameters_of(model, mesh)
+        self._weights = self._parameters.leaves()
         steps = Steps(
             graph=graph,
-            tree=tree,
+            tree=jax.tree.structure(params),
             page_size=config.page_size,
             num_locs=num_locs,
             kernels=Kernels.choose(config.kernels, mesh.devices[0].platform),
             poison=config.poison_future_map,
         )
-        over = Over(mesh.mesh, tuple(w.sharding.spec for w in weights))
+        over = Over(mesh.mesh, tuple(w.sharding.spec for w in self._weights))  # type: ignore[attr-defined]
         self._programs = Programs(steps, self.buckets, vocab_size=self._vocab_size, cut=cut, over=over)
 
     @property
@@ -198,6 +201,18 @@ class RankRunner:
         """Returns once what has been launched of the step is done; any thread."""
         jax.block_until_ready(handle[0].array())
 
+    def check_weights(self, new: Mapping[str, Any]) -> None:
+        """As JaxRunner's; `new` are whole parameters."""
+        self._parameters.check(new)
+
+    def update_weights(self, new: dict[str, Any]) -> None:
+        """As JaxRunner's: each rank takes its share of `new`. Every process gives the same."""
+        self._parameters.check(new)
+        jax.block_until_ready(self._state)
+        self._weights = ()  # so that nothing keeps the former ones
+        self._parameters.replace(new)
+        self._weights = self._parameters.leaves()
+
     def shutdown(self) -> None:
         """Waits for the devices, then lets go of weights, state and programs. Twice is once."""
         if self._watcher is not None:
@@ -235,3 +250,10 @@ class RankRunner:
 
     def _call(self, program: Program, *args: Any) -> Any:
         return self._programs.call(program, *args)
+
+
+def parameters_of(model: Any, mesh: RankMesh) -> Parameters:
+    if not isinstance(model, Decoder):
+        return Parameters(model)
+    whole = nnx.eval_shape(lambda: Decoder(model.config))
+    return Parameters(model, named_leaves(whole), mesh.placing(whole))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxoverlap.aot.compile import PluginError, compile_device, measure, plan, report
+from jaxoverlap.aot.compile import PluginError, compile_devices, measure, plan, report
 from jaxoverlap.aot.targets import TARGETS
 from jaxoverlap.kernels.paged_attention import decode_attention, extend_attention
 from jaxoverlap.models.shapes import published
@@ -17,7 +17,7 @@ MB = 1_000_000
 
 def device(name):
     try:
-        return compile_device(TARGETS[name])
+        return compile_devices(TARGETS[name])[0]
     except PluginError as e:
         pytest.skip(str(e))
 
@@ -77,7 +77,7 @@ def test_a_step_that_is_not_donated_is_caught():
     h200 = device("h200")
     work = plan(small("qwen3-0.6b"), TARGETS["h200"], batch=4)
     program = work.programs["decode"]
-    args = program.padding(work.weights, work.state)
+    args = program.shapes(work.weights, work.state)
     told = report(jax.jit(program.step), args, program.donate, h200)
     assert told["alias_bytes"] == 0
     assert told["state_copies"] >= 2  # keys and values
@@ -101,3 +101,25 @@ def test_attention_compiles(target, dtype, dim):
     q = jax.ShapeDtypeStruct((200, 8, dim), dtype)
     told = report(jax.jit(both), (q, cache, cache, table, ints[4]), 1, there)
     assert {"decode_attention": 1, "extend_attention": 1}.items() <= told["custom_calls"].items()
+
+
+@pytest.mark.parametrize("name", ["decode", "extend"])
+def test_dp_attention_on_four_gpus(name):
+    """Hidden states, token ids and logits travel between the ranks, once a layer and way; keys and values never do."""
+    layers, batch, tokens = 2, 64, 64 if name == "decode" else 512
+    model = dataclasses.replace(published("qwen3-0.6b"), num_layers=layers)
+    try:
+        devices = compile_devices(TARGETS["h200"], 4)
+    except PluginError as e:
+        pytest.skip(str(e))
+    told = measure(plan(model, TARGETS["h200"], batch=batch, devices=devices), name, devices[0])
+    assert told["state_copies"] == 0
+    assert told["alias_bytes"] == told["state_bytes"] > 0
+    hidden, rows, share = f"bf16[{tokens},1024]", f"bf16[{batch},1024]", published("qwen3-0.6b").vocab_size // 4
+    gathered = {f"s32[{tokens}]": 1, hidden: layers}
+    gathered[rows] = gathered.get(rows, 0) + 1
+    assert told["collectives"] == {
+        "all-gather": gathered,
+        "reduce-scatter": {f"bf16[{4 * tokens},1024]": layers + 1},
+        "all-to-all": {f"f32[{4 * batch},{share}]": 1},
+    }

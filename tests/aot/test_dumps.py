@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxoverlap.aot import compile as aot_compile
-from jaxoverlap.aot.dumps import command_buffers, copies_of, custom_calls, spills
+from jaxoverlap.aot.dumps import collectives, command_buffers, copies_of, custom_calls, spills
 from jaxoverlap.aot.targets import TARGETS
 from jaxoverlap.cli import main
 from jaxoverlap.models.shapes import SHAPES, published
@@ -79,3 +79,16 @@ def test_without_the_plugin_the_extra_is_named(monkeypatch, capsys):
 def test_a_wrong_batch_is_refused(capsys):
     assert main(["aot", "--batch", "0"]) == 2
     assert "--batch must be at least 1, not 0" in capsys.readouterr().err
+
+
+def test_collectives_by_what_a_device_gives():
+    hlo = """
+  %bitcast.5 = bf16[64,1024]{1,0} bitcast(%fusion.1)
+  %all-gather-start.1 = (bf16[64,1024]{1,0}, bf16[256,1024]{1,0}) all-gather-start(%bitcast.5), channel_id=1
+  %all-gather-done.1 = bf16[256,1024]{1,0} all-gather-done(%all-gather-start.1)
+  %all-gather-start.2 = (bf16[64,1024]{1,0}, bf16[256,1024]{1,0}) all-gather-start(%bitcast.5), channel_id=1
+  %ids = s32[8]{0} parameter(3)
+  %all-to-all.3 = s32[8]{0} all-to-all(%ids), channel_id=2
+"""
+    assert collectives(hlo) == {"all-gather": {"bf16[64,1024]": 2}, "all-to-all": {"s32[8]": 1}}
+    assert collectives(HLO) == {}

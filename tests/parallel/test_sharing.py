@@ -104,6 +104,22 @@ def test_the_same_answers_as_alone(tmp_path, name, sizes):
             np.testing.assert_allclose(told, logprobs, rtol=0, atol=1e-4)
 
 
+def test_other_weights_in_flight(tmp_path):
+    """Engine.update_weights: each rank takes its share, and nothing is compiled."""
+    first, second = (make_hf_dir(tmp_path / str(seed), seed=seed, **MODELS["qwen3, tied"]) for seed in (0, 1))
+    wanted = answers(second, 1)[0]
+    settings = {"max_running_requests": 2, "max_total_tokens": 256, "context_length": 64, "chunked_prefill_size": 16}
+    params = {"temperature": 0.0, "max_new_tokens": 10, "ignore_eos": True}
+    with Engine(str(first), grammar_backend="none", dp_size=2, enable_dp_attention=True, **settings) as engine:
+        before = [r["output_ids"] for r in engine.generate(input_ids=PROMPTS, sampling_params=params)]
+        compiles = engine.runner.compiles
+        engine.update_weights(str(second))
+        after = [r["output_ids"] for r in engine.generate(input_ids=PROMPTS, sampling_params=params)]
+        assert engine.runner.compiles == compiles
+    assert after == wanted
+    assert before != wanted
+
+
 def test_a_size_that_does_not_divide_is_named(tmp_path):
     directory = make_hf_dir(tmp_path, intermediate_size=42)
     with pytest.raises(
