@@ -154,7 +154,7 @@ class RankRunner:
             "write_adjustments",
             [[*launch_adjustments(layout, x, self._vocab_size, self._eos_token_ids)] for x in launches],
         )
-        packed = self.mesh.join(
+        packed = self.mesh.put(
             [pack_step(program.layout, launch, writes, None) for launch, writes in zip(launches, rest)]
         )
         step = Step(launches, bucket)
@@ -236,7 +236,7 @@ class RankRunner:
         program = self._programs[name]
         for n in range(max(map(len, packed))):
             arrays = [some[n] if n < len(some) else program.layout.empty()[0] for some in packed]
-            out = self._call(program, *program.arguments(self._weights, self._state), self.mesh.join(arrays))
+            out = self._call(program, *program.arguments(self._weights, self._state), self.mesh.put(arrays))
             self._state = program.put(self._state, out)
 
     def _sample(self, step: Step, masks: Sequence[np.ndarray | None]) -> None:
@@ -244,7 +244,7 @@ class RankRunner:
             raise ValueError(f"launch {step.launches[0].number} is sampled already")
         logits, step.logits = step.logits, None
         program = self._programs[f"sample_{step.bucket.rows}"]
-        packed = self.mesh.join([pack_sample(program.layout, x, mask) for x, mask in zip(step.launches, masks)])
+        packed = self.mesh.put([pack_sample(program.layout, x, mask) for x, mask in zip(step.launches, masks)])
         self._state, outputs = self._call(program, self._state, logits, packed)
         step.send_back(outputs)
 
