@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from jaxoverlap.calls import Call
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import RequestError, Runner
 from jaxoverlap.device.buckets import fit_chunk
@@ -157,13 +158,17 @@ class Engine:
         finish_reason is an abort with status_code 400 and the message, and the others run.
         """
         details = (logprob_start_len, top_logprobs_num, token_ids_logprob)
-        given, many = split(
-            *(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details, response_format),
-            data_parallel_rank,
-        )
-        if stream and self._scheduler.is_joint:
-            raise RequestError("stream needs all ranks in one process: here every process turns until all are done")
-        call = self._submitter.open(given, many)
+        try:
+            given, many = split(
+                *(prompt, input_ids, sampling_params, rid, stream, return_logprob, priority, *details, response_format),
+                data_parallel_rank,
+            )
+            if stream and self._scheduler.is_joint:
+                raise RequestError("stream needs all ranks in one process: with several, all turn until all are done")
+            call = self._submitter.open(given, many)
+        except RequestError:
+            self._loop.drive_until_done(Call())  # the other processes, if any, count on this one's turns
+            raise
         if stream:
             return Stream(self._loop, call)
         try:

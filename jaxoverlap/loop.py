@@ -113,8 +113,14 @@ class Loop:
 
     def abandon(self, call: Call) -> None:
         """The caller has gone: what has not ended is aborted."""
-        if self.failure is None and call.pending:
-            self.abort([*call.ahead, *call.tickets])
+        if self.failure is not None or not call.pending:
+            return
+        tickets = [*call.ahead, *call.tickets]
+        if self.scheduler.is_joint:
+            self.operate(lambda: self._submit_aborts(tickets))
+            self.drive_until_done(call)
+        else:
+            self.abort(tickets)
 
     def collect(self, call: Call) -> None:
         """`abandon` for the garbage collector, which may run anywhere, a turn included: never waits for a lock. Where

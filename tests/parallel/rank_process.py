@@ -1,6 +1,6 @@
 """One process of several that hold ranks together; run by test_processes.py.
 
-Arguments: process, processes, ranks of each, port, what ("loads", "engine", "killed", "raises", "caught"), number.
+Arguments: process, processes, ranks of each, port, what ("loads", "engine", "refused", "killed", "raises"), number.
 """
 
 import json
@@ -25,6 +25,7 @@ import numpy as np  # noqa: E402
 from helpers_parallel import CONTEXT, LOOPS, Asked, Ranks, config_of, random_load, rows_of  # noqa: E402
 
 from jaxoverlap.config import EngineConfig  # noqa: E402
+from jaxoverlap.core import RequestError  # noqa: E402
 from jaxoverlap.engine import Engine  # noqa: E402
 from jaxoverlap.models.checksum import ChecksumModel  # noqa: E402
 from jaxoverlap.parallel.load import rank_devices  # noqa: E402
@@ -91,6 +92,26 @@ def engine(spoil=None):
             print(json.dumps({"launches": e.metrics()["launches"], "requests": len(results)}))
 
 
+def refused():
+    """Process 0's requests are malformed, in one way or another; the others' are served all the same."""
+    config = EngineConfig(
+        model_path="checksum", max_total_tokens=320, context_length=CONTEXT, dp_size=dp_size, enable_dp_attention=True
+    )
+    bad = [{"input_ids": []}, {"input_ids": [5], "stream": True}, {"input_ids": [[5], [6]], "rid": ["a"]}]
+    with Engine.from_config(config) as e:
+        for wrong in bad:
+            good = Asked("good", 0, None, [5, 6, 7], 12)
+            if process == 0:
+                try:
+                    e.generate(sampling_params={"temperature": 0.0}, **wrong)
+                except RequestError as error:
+                    print(json.dumps({"refused": str(error)}))
+            else:
+                params = {"temperature": 0.0, "max_new_tokens": 12}
+                assert e.generate(input_ids=good.prompt, sampling_params=params)["output_ids"] == good.want
+                print(json.dumps({"served": 1}))
+
+
 def killed(e):
     """In the middle of a turn: the others have met this rank, and launch."""
     launch = e.runner.launch
@@ -123,6 +144,8 @@ match what:
         loads()
     case "engine":
         engine()
+    case "refused":
+        refused()
     case "killed":
         engine(killed)
     case "raises":

@@ -63,7 +63,7 @@ def check_loads(folder, processes, local, count):
 
 
 def test_two_processes(tmp_path):
-    check_loads(tmp_path, 2, 2, 8)
+    check_loads(tmp_path, 2, 2, 4)
 
 
 @pytest.mark.slow
@@ -84,6 +84,14 @@ def test_every_process_calls_generate(tmp_path):
     assert [line["requests"] for line in first] == [0, 0, 0]
     assert [line["requests"] for line in second] == [2, 2, 2]
     assert [line["launches"] for line in first] == [line["launches"] for line in second]
+
+
+def test_a_malformed_request_of_one_process(tmp_path):
+    """It gets its error when the others are done, and they do not wait for ever."""
+    with Running(tmp_path, 2, 1, "refused", 0) as running:
+        first, second = running.told(120)
+    assert [sorted(line) for line in first] == [["refused"]] * 3
+    assert second == [{"served": 1}] * 3
 
 
 def check_ends(running, victim, names, within=30.0):

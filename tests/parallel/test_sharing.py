@@ -93,7 +93,10 @@ def answers(directory, dp_size, **settings):
     return ids, np.array([[x[0] for x in r["meta_info"]["output_token_logprobs"]] for r in results])
 
 
-@pytest.mark.parametrize(("name", "sizes"), [(name, (4,) if i < 2 else (2, 4)) for i, name in enumerate(MODELS)])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [pytest.param(name, (4,), marks=pytest.mark.slow) for name in list(MODELS)[:2]] + [(list(MODELS)[2], (2, 4))],
+)
 def test_the_same_answers_as_alone(tmp_path, name, sizes):
     directory = make_hf_dir(tmp_path, **MODELS[name])
     ids, logprobs = answers(directory, 1)
