@@ -266,7 +266,7 @@ class JaxRunner:
             self._score(handle, launch.mask)
         return handle
 
-    def _score(self, handle: Handle, mask: np.ndarray) -> None:
+    def _score(self, handle: Handle, mask: np.ndarray | None) -> None:
         drafts, handle.drafts = handle.drafts, None
         program = self._programs[f"score_{handle.bucket.rows}"]
         packed = pack_verify(program.layout, handle.launch, handle.launch.page_writes[:, :0], mask)
