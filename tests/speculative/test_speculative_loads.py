@@ -21,8 +21,13 @@ SETTINGS = [
 LENGTHS = {80: (12, 40), 144: (12, 40)}  # prompt and output, by pool; outputs that outgrow the pool
 
 
-QUICK = [(4, "mixed", len(SETTINGS))]
-SOAK = [(page, name, 4 * len(SETTINGS)) for page in (1, 4, 16) for name in (*RULES, "ngram")]  # 252 loads by rule
+CASES = [(page, name) for page in (1, 4, 16) for name in (*RULES, "ngram")]
+FEW, MANY = len(SETTINGS), 4 * len(SETTINGS)  # MANY: 252 loads by rule in all
+LOADS = [
+    (4, "mixed", FEW),
+    *(pytest.param(*case, FEW, marks=pytest.mark.slow) for case in CASES if case != (4, "mixed")),
+    *(pytest.param(*case, MANY, marks=pytest.mark.soak) for case in CASES),
+]
 
 
 def verify_steps(name, prompt_len, n, tokens=4):
@@ -36,7 +41,7 @@ def verify_steps(name, prompt_len, n, tokens=4):
     return steps
 
 
-@pytest.mark.parametrize(("page", "name", "loads"), [*QUICK, *(pytest.param(*x, marks=pytest.mark.soak) for x in SOAK)])
+@pytest.mark.parametrize(("page", "name", "loads"), LOADS)
 def test_random_loads(page, name, loads):
     speculator = NgramSpeculator(4) if name == "ngram" else RuleSpeculator(4, RULES[name])
     runner = make_runner(speculator, page_size=page)
