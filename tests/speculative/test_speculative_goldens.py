@@ -110,7 +110,7 @@ def test_chains_of_the_first_layers(demo_model, layers, drafts):
     "drafts",
     [
         pytest.param(1, marks=pytest.mark.soak),
-        pytest.param(3, marks=pytest.mark.soak),
+        pytest.param(3, marks=pytest.mark.slow),
         pytest.param(5, marks=pytest.mark.soak),
     ],
 )

@@ -22,7 +22,7 @@ LENGTHS = {80: (12, 40), 144: (12, 40)}  # prompt and output, by pool; outputs t
 
 
 CASES = [(page, name) for page in (1, 4, 16) for name in (*RULES, "ngram")]
-FEW, MANY = len(SETTINGS), 4 * len(SETTINGS)  # MANY: 252 loads by rule in all
+FEW, MANY = len(SETTINGS), 29 * len(SETTINGS)  # 7 and 203
 LOADS = [
     (4, "mixed", FEW),
     *(pytest.param(*case, FEW, marks=pytest.mark.slow) for case in CASES if case != (4, "mixed")),
