@@ -137,6 +137,7 @@ class EngineConfig:
     speculative_draft_layers: int | None = setting(None, "STANDALONE: draft with the first layers of the model itself")
     speculative_num_steps: int = setting(0, "STANDALONE: tokens drafted in a row; 0: one below the next setting")
     speculative_num_draft_tokens: int = setting(0, "tokens of a row that a verify step scores; 0: 4 with speculation")
+    speculative_grammar_overlap: bool = setting(False, "draft for grammar rows before the result in flight is handled")
     speculative_eagle_topk: int = setting(1, "branches of a draft tree", flag=False)
 
     def __post_init__(self) -> None:
@@ -206,6 +207,10 @@ class EngineConfig:
                 needed = "" if algorithm == "none" and name not in NEED_DRAFT_MODEL else " STANDALONE"
                 raise ValueError(f"{name} needs speculative_algorithm{needed}")
         if algorithm in ("none", "EAGLE"):
+            if self.speculative_grammar_overlap:
+                raise ValueError(
+                    f"speculative_grammar_overlap needs speculative_algorithm NGRAM or STANDALONE, not {algorithm}"
+                )
             return
         steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
         if steps < 0 or tokens < 0:
@@ -248,13 +253,8 @@ class EngineConfig:
             raise ValueError(f"device simulated runs no model: model_path must be checksum, not {self.model_path!r}")
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         for name in (
-            "dtype",
-            "mem_fraction_static",
-            "kernels",
-            "poison_future_map",
-            "deterministic",
-            "max_logprobs",
-            "speculative_algorithm",
+            *("dtype", "mem_fraction_static", "kernels", "poison_future_map", "deterministic"),
+            *("max_logprobs", "speculative_algorithm"),
         ):
             if getattr(self, name) != defaults[name]:
                 raise ValueError(f"{name} means nothing on device simulated: leave it at {defaults[name]}")

@@ -35,6 +35,7 @@ LAYERS = {"speculative_algorithm": "STANDALONE", "speculative_draft_layers": 2}
         ({"speculative_num_draft_tokens": 4}, ["speculative_num_draft_tokens needs speculative_algorithm"]),
         ({"speculative_draft_layers": 4}, ["speculative_draft_layers needs speculative_algorithm STANDALONE"]),
         ({**NGRAM, "speculative_num_steps": 3}, ["speculative_num_steps needs speculative_algorithm STANDALONE"]),
+        ({"speculative_grammar_overlap": True}, ["speculative_grammar_overlap needs", "NGRAM or STANDALONE, not none"]),
         ({**NGRAM, "speculative_num_draft_tokens": 1}, ["speculative_num_draft_tokens", "2 to 32", "not 1"]),
         ({**NGRAM, "speculative_eagle_topk": 4}, ["speculative_eagle_topk must be 1", "not 4"]),
         ({**NGRAM, "enable_mixed_chunk": True}, ["enable_mixed_chunk", "speculation"]),

@@ -44,14 +44,15 @@ def verify_layout(bucket: Bucket, tokens: int, vocab_size: int | None) -> Layout
 
 
 def pack_verify(layout: Layout, launch: Launch, page_writes: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-    """`mask` int32 [B, tokens, words], where the layout has one."""
+    """`mask` int32 [B, tokens, words], where the layout has one; None allows everything."""
     packed, f = layout.empty()
     rows = len(launch.slots)
     f["slots"][:rows] = launch.slots
     f["page_writes"][:, : page_writes.shape[1]] = page_writes
     if "mask" in f:
         f["mask"][:] = -1
-        f["mask"][:rows] = mask
+        if mask is not None:
+            f["mask"][:rows] = mask
     return packed
 
 

@@ -245,13 +245,13 @@ class JaxRunner:
         self._state = None  # type: ignore[assignment]
 
     def _verify(self, launch: Launch, bucket: Bucket) -> Handle:
-        if launch.mask is not None and not self._cut:
-            raise ValueError(f"launch {launch.number} has a mask: make the runner with cut=True")
+        if (launch.delay_sample or launch.mask is not None) and not self._cut:
+            raise ValueError(f"launch {launch.number} needs the cut programs: make the runner with cut=True")
         if launch.output_details:
             raise ValueError(f"launch {launch.number} wants details of log-probabilities, but verify steps give none")
         handle = Handle(launch, bucket)
         page_writes = self._write_pages_ahead(launch, bucket.writes)
-        if launch.mask is None:
+        if launch.mask is None and not launch.delay_sample:
             program = self._programs[f"verify_{bucket.rows}"]
             packed = pack_verify(program.layout, launch, page_writes)
             self._state, outputs = self._call(program, self._weights, self._state, packed)
@@ -266,7 +266,7 @@ class JaxRunner:
             self._score(handle, launch.mask)
         return handle
 
-    def _score(self, handle: Handle, mask: np.ndarray) -> None:
+    def _score(self, handle: Handle, mask: np.ndarray | None) -> None:
         drafts, handle.drafts = handle.drafts, None
         program = self._programs[f"score_{handle.bucket.rows}"]
         packed = pack_verify(program.layout, handle.launch, handle.launch.page_writes[:, :0], mask)

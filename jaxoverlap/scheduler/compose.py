@@ -132,9 +132,10 @@ def snapshot(s: Scheduler, batch: Batch) -> Launch:
         is_grammar_in_batch=batch.is_grammar_in_batch,
         global_num_tokens=batch.global_num_tokens,
     )
-    if batch.has_grammar and (verifies or not delay_sample):
+    drafts_early = verifies and len(s.result_queue) > 0  # only with speculative_grammar_overlap: no mask is known yet
+    if batch.has_grammar and (not delay_sample or (verifies and not drafts_early)):
         launch = dataclasses.replace(launch, mask=fill_masks(s, launch))
-    elif batch.has_grammar and s.config.delay_sampling == "when-needed":
+    elif batch.has_grammar and not verifies and s.config.delay_sampling == "when-needed":
         mask = known_masks(s, launch)
         if mask is not None:
             launch = dataclasses.replace(launch, delay_sample=False, mask=mask)

@@ -30,7 +30,8 @@ def event_loop_normal(s: Scheduler) -> Turn:
     if batch is not None:
         launch = snapshot(s, batch)
         handle = yield launch
-        yield from mask_drafts(s, launch, handle)
+        if launch.delay_sample:
+            yield from sample_late(s, launch, handle)
         result = yield Wait(launch, handle)
         process_batch_result(s, launch, result)
     else:
@@ -57,24 +58,20 @@ def event_loop_overlap(s: Scheduler) -> Turn:
         handle = yield launch
         s.result_queue.append((launch, handle))
         s.note("push", launch.number)
-        yield from mask_drafts(s, launch, handle)
     if s.last_batch is not None:
         if not disable_overlap:
             yield from pop_and_process(s)
     elif batch is None:
         on_idle(s)
-    if batch is not None and launch.delay_sample and launch.mask is None:
-        mask = fill_masks(s, launch)
-        if s.watch is not None:
-            s.watch.mark("mask")
-        yield Sample(launch, handle, mask)
+    if batch is not None and launch.delay_sample:
+        yield from sample_late(s, launch, handle)
     s.last_batch = batch
 
 
-def mask_drafts(s: Scheduler, launch: Launch, handle: Any) -> Turn:
-    """A verify step with grammar rows waits for its drafts, as SGLang's does, and is scored under their masks."""
-    if launch.delay_sample and launch.mask is not None:
-        mask = draft_masks(s, launch, (yield Drafts(launch, handle)))
-        if s.watch is not None:
-            s.watch.mark("mask")
-        yield Sample(launch, handle, mask)
+def sample_late(s: Scheduler, launch: Launch, handle: Any) -> Turn:
+    """The rest of a step with grammar rows, under masks that were not known at its launch. Those of a verify step
+    follow from its drafts, for which the host waits, as SGLang's does."""
+    mask = draft_masks(s, launch, (yield Drafts(launch, handle))) if s.is_speculative else fill_masks(s, launch)
+    if s.watch is not None:
+        s.watch.mark("mask")
+    yield Sample(launch, handle, mask)

@@ -45,8 +45,7 @@ def draft_masks(s: Scheduler, launch: Launch, drafts: np.ndarray) -> np.ndarray:
     """The masks of all places of a verify step, each in the state that the drafts before it (of int32 [B, drafts]) lead
     to. Behind a draft that its mask forbids, and behind the grammar's end, masks allow nothing: the row's run ends
     there. The requests' own grammars do not move."""
-    assert launch.mask is not None
-    words = launch.mask.copy()
+    words = fill_masks(s, launch) if launch.mask is None else launch.mask.copy()
     for i, r in _grammar_rows(launch):
         grammar = r.grammar
         assert grammar is not None

@@ -47,8 +47,10 @@ def counts_as_prefill(s: Scheduler, batch: Batch | Launch) -> bool:
 
 
 def needs_grammar_sync(s: Scheduler, batch: Batch) -> bool:
-    """A verify step with a grammar row: its masks need the tokens of the result in flight."""
+    """A verify step with a grammar row: its masks need the tokens of the result in flight. Its drafts do not, which
+    `speculative_grammar_overlap` makes use of."""
     needed = s.is_speculative and batch.has_grammar and batch.mode.is_decode and len(s.result_queue) > 0
+    needed = needed and not s.config.speculative_grammar_overlap
     if needed and s.watch is not None:
         s.watch.cause("grammar")
     if needed:

@@ -74,7 +74,7 @@ def process_decode(s: Scheduler, launch: Launch, result: StepResult) -> None:
     look |= tokens.view(np.uint32) >= s.vocab_size  # negative ones too
     if look.any():
         for i in np.flatnonzero(look):
-            check_finish(s, requests[i], 1)
+            check_finish(s, requests[i])
 
 
 def process_extend(s: Scheduler, launch: Launch, result: StepResult) -> np.ndarray:
@@ -104,7 +104,7 @@ def commit_extend_row(s: Scheduler, launch: Launch, i: int, token: int, result: 
         r.details.prompt_done = True
     s.counters.output_tokens += 1
     s.row("committed", r, [token])
-    check_finish(s, r, 1)
+    check_finish(s, r)
     if not r.finished and i < launch.num_prefill:
         s.kv.cache_unfinished(r)
 
@@ -120,15 +120,20 @@ def process_verify(s: Scheduler, launch: Launch, result: StepResult) -> None:
         table.verify_len[slot] = table.prompt_len[slot] + table.output_len[slot] - 1
         run = [int(t) for t in result.tokens[i, : result.accept_lens[i]]]
         count_drafts(s, r, len(run) - 1)
+        refused: FinishReason | None = None
         if r.grammar is not None:
-            run = accept_run(r, run)
+            run, refused = accept_run(r, run)
         for j, token in enumerate(run):
             logprobs = None if result.logprobs is None else result.logprobs[i, j : j + 1]
             table.append(slot, np.array([token], np.int32), logprobs)
         table.committed_len[slot] += len(run) - 1
         s.counters.output_tokens += len(run)
         s.row("committed", r, run)
-        check_finish(s, r, len(run), grammar_done=True)
+        finish = find_finish(s, r, len(run))
+        if finish is None and refused is not None:
+            finish = Finish(refused, r.output_len)
+        if finish is not None:
+            end_request(s, r, finish)
 
 
 def count_drafts(s: Scheduler, r: Request, accepted: int) -> None:
@@ -140,35 +145,48 @@ def count_drafts(s: Scheduler, r: Request, accepted: int) -> None:
     s.counters.accepted_drafts += accepted
 
 
-def accept_run(r: Request, run: list[int]) -> list[int]:
-    """Feeds the run to the grammar; cuts it where the grammar ends."""
+def accept_run(r: Request, run: list[int]) -> tuple[list[int], FinishReason | None]:
+    """Feeds the run to the grammar; cuts it where the grammar ends, and before a token that it refuses."""
     assert r.grammar is not None
     for j, token in enumerate(run):
         if r.grammar.is_terminated():
-            return run[:j]
+            return run[:j], None
         try:
             r.grammar.accept_token(token)
         except ValueError as e:
-            r.to_finish = FinishReason("abort", message=f"grammar refused token {token}: {e}", status_code=500)
-            return run[: j + 1]
-    return run
+            return run[:j], refusal(r, r.output_len + j, token, e)
+    return run, None
 
 
-def check_finish(s: Scheduler, r: Request, new_tokens: int, grammar_done: bool = False) -> None:
-    """Ends the request where its `new_tokens` last tokens say so. Its grammar takes the token first, so that nothing is
-    sampled behind the grammar's end (SGLang asks it one token later)."""
+def refusal(r: Request, outputs: int, token: int, error: ValueError) -> FinishReason:
+    """Of the token behind the first `outputs` ones."""
+    message = f"the grammar refused a token, {token}: {error}"
+    if outputs < r.params.min_new_tokens:
+        message += (
+            f" (token {outputs + 1} may be no stop token, for min_new_tokens is {r.params.min_new_tokens}: "
+            "where the grammar allows nothing else, no token is left)"
+        )
+    return FinishReason("abort", message=message, status_code=500)
+
+
+def check_finish(s: Scheduler, r: Request) -> None:
+    """Ends the request where its last token says so. Its grammar takes the token first, so that nothing is sampled
+    behind the grammar's end (SGLang asks it one token later)."""
     refused: FinishReason | None = None
-    takes = r.grammar is not None and not grammar_done and r.max_new_tokens > 0
-    if takes and r.grammar is not None and not r.grammar.is_terminated():
+    if r.grammar is not None and r.max_new_tokens > 0 and not r.grammar.is_terminated():
+        token = int(r.output_ids[-1])
         try:
-            r.grammar.accept_token(int(r.output_ids[-1]))
+            r.grammar.accept_token(token)
         except ValueError as e:
-            refused = FinishReason("abort", message=f"the grammar refused a token: {e}", status_code=500)
-    finish = find_finish(s, r, new_tokens)
+            refused = refusal(r, r.output_len - 1, token, e)
+    finish = find_finish(s, r, 1)
     if refused is not None and r.to_finish is None:
         finish = Finish(refused, r.output_len, r.output_len - 1)
-    if finish is None:
-        return
+    if finish is not None:
+        end_request(s, r, finish)
+
+
+def end_request(s: Scheduler, r: Request, finish: Finish) -> None:
     r.finish_reason, r.finished_len, r.stop_len = finish
     s.row("finished", r)
     s.kv.release(r, insert=True)

@@ -320,7 +320,25 @@ def test_a_refused_token_ends_its_request_alone_and_is_not_shown(monkeypatch, ru
     reason = results[0]["meta_info"]["finish_reason"]
     assert (reason["type"], reason["status_code"]) == ("abort", 500)
     assert "the grammar refused a token" in reason["message"]
+    assert "min_new_tokens" not in reason["message"]
     assert results[1]["output_ids"] == expected(backend, [60, 61], params(9))
+    check_all_back(engine)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_minimum_that_leaves_the_grammar_no_token_is_named(runner, backend, loop):
+    """The grammar allows but stop tokens, of which none may come yet."""
+    engine = engine_on(runner, backend, loop)
+    no_stop = {"stop_token_ids": list(b"yn"), "min_new_tokens": 4}
+    sampling = [params(regex="a(yes|no)", **no_stop), params(9), params(regex="a(yes|no)", stop_token_ids=list(b"yn"))]
+    results = engine.generate(input_ids=[[50], [60, 61], [50]], sampling_params=sampling)
+    assert results[0]["text"] == "a"
+    reason = results[0]["meta_info"]["finish_reason"]
+    assert (reason["type"], reason["status_code"]) == ("abort", 500)
+    assert "the grammar refused a token" in reason["message"]
+    assert "token 2 may be no stop token, for min_new_tokens is 4" in reason["message"]
+    assert results[1]["output_ids"] == expected(backend, [60, 61], params(9))
+    assert results[2]["meta_info"]["finish_reason"]["type"] == "stop"
     check_all_back(engine)
 
 

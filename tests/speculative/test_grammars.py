@@ -1,5 +1,6 @@
 """Grammars with speculation, tests/README.md H9: every output is that of plain decoding under the grammar."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from helpers_speculative import RULES, RuleSpeculator, engine_on, make_runner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "grammar"))
 from helpers_grammar import byte_backend
-from test_engine_grammars import GRAMMARS, MODEL, check_ended, expected, params, random_load, run_load
+from test_engine_grammars import GRAMMARS, MODEL, check_ended, expected, params, random_load, run_load, turn
 
+from jaxoverlap.grammar.backend import LLGrammar
 from jaxoverlap.models.checksum import ChecksumModel
 from jaxoverlap.speculative.ngram import NgramSpeculator
 
@@ -49,10 +51,9 @@ def runner_with(speculator):
     return make_runner(speculator, model=ChecksumModel(MODEL), total=TOTAL, context=CONTEXT, cut=True)
 
 
-def engine(runner, backend, loop):
-    model = ChecksumModel(MODEL)
-    tokenizer = byte_level_tokenizer()
-    return engine_on(runner, loop, model=model, total=TOTAL, context=CONTEXT, tokenizer=tokenizer, backend=backend)
+def engine(runner, backend, loop, total=TOTAL, **settings):
+    served = {"model": ChecksumModel(MODEL), "tokenizer": byte_level_tokenizer(), "backend": backend}
+    return engine_on(runner, loop, total=total, context=CONTEXT, **served, **settings)
 
 
 DRAFTS = {
@@ -114,3 +115,79 @@ def test_the_grammar_takes_the_final_tokens_only(backend, loop):
         assert result["output_ids"] == expected(backend, prompt, sampling)
         check_ended(sampling, result)
     runner.shutdown()
+
+
+# Tokens that the grammar refuses.
+
+PROMPT = [50, 51, 52]
+OWN = expected(None, PROMPT, params(30))  # the model's, free
+KEPT = 7  # the one behind them is refused: in the middle of a run
+
+
+@pytest.fixture
+def unmasked(monkeypatch, backend):
+    """As if masks were not applied: the tokens are the model's own, and a grammar refuses the one behind KEPT."""
+    monkeypatch.setattr(backend, "fill_masks", lambda rows, words: None)
+    monkeypatch.setattr(LLGrammar, "fill_mask", lambda self, words, ahead: words.fill(-1))
+    return re.escape("".join(map(chr, OWN[:KEPT]))) + "\n+"
+
+
+@pytest.fixture(scope="module")
+def runner():
+    runner = runner_with(DRAFTS["right"])
+    yield runner
+    runner.shutdown()
+
+
+@pytest.mark.parametrize("loop", ["overlap", "normal"])
+def test_a_refused_token_is_not_shown(unmasked, runner, backend, loop):
+    served = engine(runner, backend, loop)
+    results = served.generate(input_ids=[PROMPT, [60, 61]], sampling_params=[params(regex=unmasked), params(9)])
+    assert results[0]["output_ids"] == OWN[:KEPT]
+    meta = results[0]["meta_info"]
+    assert (meta["finish_reason"]["type"], meta["finish_reason"]["status_code"]) == ("abort", 500)
+    assert f"the grammar refused a token, {OWN[KEPT]}:" in meta["finish_reason"]["message"]
+    assert meta["completion_tokens"] == KEPT
+    assert results[1]["output_ids"] == expected(backend, [60, 61], params(9))
+    check_all_back(served)
+
+
+@pytest.mark.parametrize("loop", ["overlap", "normal"])
+@pytest.mark.parametrize("end", [{"max_new_tokens": KEPT}, {"stop_token_ids": [OWN[KEPT - 1]]}])
+def test_an_end_in_front_of_a_refused_token_stands(unmasked, runner, backend, loop, end):
+    served = engine(runner, backend, loop)
+    result = served.generate(input_ids=PROMPT, sampling_params={**params(regex=unmasked), **end})
+    assert result["output_ids"] == OWN[:KEPT]
+    assert result["meta_info"]["finish_reason"]["type"] == ("length" if "max_new_tokens" in end else "stop")
+    check_all_back(served)
+
+
+@pytest.mark.parametrize("loop", ["overlap", "normal"])
+def test_a_refused_token_does_not_replace_an_abort(unmasked, runner, backend, loop):
+    """The caller's, which comes in the turn that handles the refused one."""
+    messages, last = [], -1
+    for aborts in (False, True):
+        served = engine(runner, backend, loop)
+        stream = served.generate(input_ids=PROMPT, sampling_params=params(regex=unmasked), rid="one", stream=True)
+        while not served._scheduler.counters.finished:
+            now = served.metrics()["turns"]
+            if aborts and now == last:
+                served._scheduler.abort("one", exact=True)
+                served._loop._poked = True
+            turn(served)
+        last = now
+        *_, result = stream
+        messages.append(result["meta_info"]["finish_reason"]["message"])
+        check_all_back(served)
+    assert "refused" in messages[0]
+    assert "refused" not in messages[1]
+
+
+@pytest.mark.parametrize("loop", ["overlap", "normal"])
+def test_a_minimum_that_leaves_the_grammar_no_token_is_named(runner, backend, loop):
+    served = engine(runner, backend, loop)
+    sampling = params(regex="abcdef(yes|no)", stop_token_ids=list(b"yn"), min_new_tokens=8)
+    result = served.generate(input_ids=PROMPT, sampling_params=sampling)
+    assert result["text"] == "abcdef"
+    assert "token 7 may be no stop token, for min_new_tokens is 8" in result["meta_info"]["finish_reason"]["message"]
+    check_all_back(served)

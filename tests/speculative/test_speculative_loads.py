@@ -18,21 +18,36 @@ SETTINGS = [
     {"schedule_policy": "random", "overrun": "skip-known"},
     {"init_new_token_ratio": 0.05, "retract_decode_steps": 2, "total": 80},
 ]
-LOADS = len(SETTINGS)
 LENGTHS = {80: (12, 40), 144: (12, 40)}  # prompt and output, by pool; outputs that outgrow the pool
 
 
-QUICK = [(4, "mixed")]
-REST = [(page, name) for page in (1, 4, 16) for name in (*RULES, "ngram") if (page, name) not in QUICK]
+CASES = [(page, name) for page in (1, 4, 16) for name in (*RULES, "ngram")]
+FEW, MANY = len(SETTINGS), 29 * len(SETTINGS)  # 7 and 203
+LOADS = [
+    (4, "mixed", FEW),
+    *(pytest.param(*case, FEW, marks=pytest.mark.slow) for case in CASES if case != (4, "mixed")),
+    *(pytest.param(*case, MANY, marks=pytest.mark.soak) for case in CASES),
+]
 
 
-@pytest.mark.parametrize(("page", "name"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.soak) for one in REST)])
-def test_random_loads(page, name):
+def verify_steps(name, prompt_len, n, tokens=4):
+    """Of a request that is never put back, to its output token n: the prefill gives one, each step the drafts up to the
+    first wrong one and the token behind them."""
+    done, steps = 1, 0
+    while done < n:
+        last = prompt_len + done - 1
+        done += next((i for i in range(1, tokens) if not RULES[name](last + i)), tokens)
+        steps += 1
+    return steps
+
+
+@pytest.mark.parametrize(("page", "name", "loads"), LOADS)
+def test_random_loads(page, name, loads):
     speculator = NgramSpeculator(4) if name == "ngram" else RuleSpeculator(4, RULES[name])
     runner = make_runner(speculator, page_size=page)
     compiled = runner.compiles
-    aborted = 0
-    for seed in range(LOADS):
+    aborted = counted = 0
+    for seed in range(loads):
         settings = {"page_size": page, **SETTINGS[seed % len(SETTINGS)]}
         total = settings.pop("total", 320)
         total = 144 if total < 144 and page == 16 else total
@@ -41,7 +56,8 @@ def test_random_loads(page, name):
         for loop in ("overlap", "normal"):
             engine = engine_on(runner, loop, total=total, **settings)
             results = run_load(engine, load)
-            for (_, _, _, abort, want), result in zip(load, results):
+            undisturbed = name in RULES and engine.metrics()["retracted"] == 0
+            for (_, prompt, _, abort, want), result in zip(load, results):
                 got, reason = result["output_ids"], result["meta_info"]["finish_reason"]
                 if reason["type"] == "abort":
                     assert abort is not None, reason
@@ -49,11 +65,16 @@ def test_random_loads(page, name):
                     aborted += 1
                 else:
                     assert got == want, seed
+                    if undisturbed:
+                        steps = result["meta_info"].get("spec_verify_ct", 0)
+                        assert steps == verify_steps(name, len(prompt), len(got)), seed
+                        counted += 1
             outputs[loop] = [r["output_ids"] for r, one in zip(results, load) if one[3] is None]
             check_all_back(engine)
         assert outputs["overlap"] == outputs["normal"]
     assert runner.compiles == compiled
     assert aborted > 0
+    assert counted > 0 or name == "ngram"
     runner.shutdown()
 
 
