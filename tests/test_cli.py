@@ -9,7 +9,7 @@ from helpers_engine import byte_level_tokenizer, host_engine, oracle
 import jaxoverlap
 from jaxoverlap import cli
 from jaxoverlap.commands import generate
-from jaxoverlap.config import NEED_PRIORITIES, NEED_SPECULATION, EngineConfig
+from jaxoverlap.config import NEED_PRIORITIES, NEED_RANKS, NEED_SPECULATION, EngineConfig
 from jaxoverlap.engine import Engine
 
 
@@ -35,8 +35,12 @@ def test_every_setting_has_its_flag():
                 parse(*GENERATE, flag, "1")
         elif value is not None:
             needed = ["--enable-priority-scheduling"] if field.name in NEED_PRIORITIES else []
-            if field.name in NEED_SPECULATION:
+            if field.name in (*NEED_SPECULATION, "speculative_grammar_overlap"):
                 needed = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-layers", "2"]
+            if field.name == "dp_size":
+                needed = ["--enable-dp-attention"]
+            if field.name in NEED_RANKS:
+                needed = ["--dp-size", "2", "--enable-dp-attention"]
             args = parse(*GENERATE, *needed, flag, *value)
             want = True if not value else 4
             assert getattr(cli.read_config(args), field.name) == want

@@ -505,7 +505,7 @@ def test_settings_are_refused_before_anything_starts(monkeypatch):
     for settings, part in [
         ({"max_running": 3}, "max_running"),
         ({"page_size": 0}, "page_size"),
-        ({"dp_size": 2}, "dp_size is not supported yet"),
+        ({"dp_size": 2}, "dp_size 2 needs enable_dp_attention"),
         ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm EAGLE"),
         ({"speculative_algorithm": "NGRAM", "max_logprobs": 2}, "max_logprobs and speculative_algorithm"),
         ({"speculative_algorithm": "STANDALONE", "speculative_draft_layers": 1}, "model checksum has no layers"),

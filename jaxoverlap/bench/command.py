@@ -24,6 +24,7 @@ from jaxoverlap.progress import bars
 
 ARRIVALS = 512  # in data/
 SIMULATED = ("device", "step_ms", "prefill_step_ms", "step_jitter")
+RANKS = ("dp_size", "enable_dp_attention", "load_balance_method", "dp_sync")
 
 
 def register(subparsers: Any) -> None:
@@ -53,7 +54,7 @@ def register(subparsers: Any) -> None:
     bench = _add(benches, "launch", "the call that gives the device a step, against a bare jitted call", run_launch)
     bench.add_argument("--batch", type=counts, default=(8,), metavar="N,N", help="decoding requests [8]")
     bench.add_argument("--turns", type=positive, default=100, metavar="N", help="launches measured [100]")
-    add_config_flags(bench, leave_out=("disable_overlap_schedule", "max_running_requests", *SIMULATED))
+    add_config_flags(bench, leave_out=("disable_overlap_schedule", "max_running_requests", *SIMULATED, *RANKS))
 
     bench = _add(benches, "offline", "a model under real arrivals, and its decode step by hand", run_offline)
     bench.add_argument("--batch", type=counts, default=(1, 8), metavar="N,N", help="request slots [1,8]")
@@ -64,7 +65,7 @@ def register(subparsers: Any) -> None:
     bench.add_argument(
         "--grammar-share", type=shares, metavar="S,S", help="instead: what grammars cost, by share of the requests"
     )
-    add_config_flags(bench, leave_out=("disable_overlap_schedule", "max_running_requests", *SIMULATED))
+    add_config_flags(bench, leave_out=("disable_overlap_schedule", "max_running_requests", *SIMULATED, *RANKS))
 
     bench = _add(benches, "compose", "composing a batch: long queues and large prefix trees", run_compose)
     bench.add_argument("--turns", type=positive, default=300, metavar="N", help="turns measured on each load [300]")
@@ -200,6 +201,8 @@ def _model_config(args: argparse.Namespace, length: int, grammar_backend: str = 
     page = config.page_size
     if config.device == "simulated":
         raise UsageError("this needs a model: JAXOVERLAP_DEVICE must not be simulated")
+    if config.dp_size > 1:
+        raise UsageError("this measures one rank: JAXOVERLAP_DP_SIZE must be 1; bench dp measures several")
     if config.max_running_requests < batch:
         raise UsageError(f"--batch must be at most max_running_requests {config.max_running_requests}, not {batch}")
     if (config.context_length or length) < length:

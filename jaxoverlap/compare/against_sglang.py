@@ -29,6 +29,8 @@ def check(config: EngineConfig) -> None:
         raise ImportError(f'--against-sglang needs SGLang: pip install "sglang=={RELEASE}" (its guide says on what)')
     if config.device == "simulated" or config.model_path == "checksum":
         raise ValueError("--against-sglang needs a model with weights")
+    if config.dp_size > 1:
+        raise ValueError(f"--against-sglang compares one rank: dp_size must be 1, not {config.dp_size}")
 
 
 def measure(config: EngineConfig, comparison: Comparison, params: dict[str, Any], repeats: int) -> dict[str, Any]:

@@ -16,8 +16,8 @@ GLYPHS = {
     "wait": ".",
 }
 LEGEND = (
-    "host: r receive  c compose  L launch  p process  s stream  . wait for the device  (m mask  S delayed sampling)",
-    "      y exchange with the other ranks",
+    "host: r receive  c compose  L launch  p process  s stream  . wait for the device",
+    "      m mask  S delayed sampling  y exchange with the other ranks",
     "host work shorter than a column still takes one",
     "device: the number of each step, = and # in turn",
 )
