@@ -131,6 +131,8 @@ class Group:
 
     @property
     def only_compiles(self) -> bool:
+        if self.is_joint:
+            return False  # the other processes' turns do not wait for this one's grammars
         return self.has_work and all(s.only_compiles or s.is_idle for s in self.schedulers)
 
     @property
