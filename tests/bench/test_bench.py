@@ -57,6 +57,19 @@ def test_overlap(capsys):
     assert rows[1]["host_ms"] >= 2  # the busy loop lasts at least as long as it is told to
 
 
+def test_dp(capsys):
+    rows = run(capsys, "dp --ranks 2,3 --step-ms 2 --turns 16")["dp"]
+    assert [(x["ranks"], x["form"]) for x in rows] == [(n, form) for n in (2, 3) for form in ("host", "accelerator")]
+    for x in rows:
+        assert x["alone_us"] > 0
+        assert x["hidden"] == pytest.approx(1 - (x["overlap_ms"] - x["device_ms"]) / x["host_ms"])
+
+
+def test_dp_of_one_rank_is_refused(capsys):
+    assert main(["bench", "dp", "--ranks", "1,2"]) == 2
+    assert "--ranks must be at least 2, not 1" in capsys.readouterr().err
+
+
 def test_launch(capsys):
     data = run(capsys, "launch --model checksum --batch 2 --turns 5 --skip-warmup")["launch"]
     assert data["model"] == "checksum"

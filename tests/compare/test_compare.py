@@ -196,6 +196,30 @@ def test_the_demo_model(demo_model, capsys):
     assert np.isfinite(data["loops"]["overlap"]["step_ms"]["p50"])
 
 
+@pytest.mark.parametrize("device", [[], ["--device", "simulated", "--step-ms", "1"]])
+def test_two_ranks(capsys, device):
+    argv = [
+        "compare",
+        "--model",
+        "checksum",
+        "--dp-size",
+        "2",
+        "--enable-dp-attention",
+        "--prompt-len",
+        "8",
+        "--batch",
+        "3",
+    ]
+    argv += ["--max-new-tokens", "6", "--repeats", "1", "--max-total-tokens", "256", "--context-length", "64"]
+    assert cli.main([*argv, "--json", "-"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["tokens_equal"] is True
+    for loop in measure.LOOPS:
+        told = data["loops"][loop]
+        assert told["decode_steps"] >= 5
+        assert sum(told["bubbles_ms"].values()) == pytest.approx(told["idle_ms"])
+
+
 def test_speculative_drafts_beside_none(capsys):
     argv = ["compare", "--model", "checksum", "--speculative", "ngram", "--prompt-len", "8", "--batch", "3"]
     argv += ["--max-new-tokens", "6", "--repeats", "1", "--max-total-tokens", "256", "--context-length", "64"]
