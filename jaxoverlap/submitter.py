@@ -36,7 +36,7 @@ class Submitter:
         self._tokenizer = model.tokenizer
         self._byte_ids = model_byte_ids(model)
         self._loop = loop
-        self._assign = scheduler.assign
+        self._scheduler = scheduler
         limits = Limits(
             vocab_size=model.config.vocab_size,
             context_length=model.context_length,
@@ -70,6 +70,7 @@ class Submitter:
                 copies = self._factory.copies(request)
                 call.is_list |= len(copies) > 1
                 for copy in copies:
+                    self._scheduler.assign(copy)
                     place = index if call.is_list else None
                     ticket = Ticket(copy, self._detokenizer(copy), call, place, group=request.rid, waits_for=ahead)
                     opened[copy.rid] = ticket
@@ -83,7 +84,7 @@ class Submitter:
         page = self._config.page_size
         if self._config.disable_radix_cache or (request.prompt_len - 1) // page == 0:
             return None
-        self._assign(request)  # the copies follow it, to where the prompt will be cached
+        request.data_parallel_rank = self._scheduler.choose(request)  # the copies go where the prompt is cached
         ahead = prompt_alone(request)
         call.ahead.append(Ticket(ahead, None, Call(), group=request.rid))
         return ahead.rid

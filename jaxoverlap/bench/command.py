@@ -22,6 +22,7 @@ from jaxoverlap.config import EngineConfig
 from jaxoverlap.loading import load, load_grammar_backend
 from jaxoverlap.progress import bars
 
+MOST_RANKS = 64
 ARRIVALS = 512  # in data/
 SIMULATED = ("device", "step_ms", "prefill_step_ms", "step_jitter")
 RANKS = ("dp_size", "enable_dp_attention", "load_balance_method", "dp_sync")
@@ -114,8 +115,9 @@ def run_overlap(args: argparse.Namespace) -> int:
 
 def run_dp(args: argparse.Namespace) -> int:
     check_json_flag(args)
-    if min(args.ranks) < 2:
-        raise UsageError(f"--ranks must be at least 2, not {min(args.ranks)}")
+    for ranks in args.ranks:
+        if not 2 <= ranks <= MOST_RANKS:
+            raise UsageError(f"--ranks must be 2 to {MOST_RANKS}, not {ranks}")
     if args.turns > host.CONTEXT // 2:
         raise UsageError(f"--turns must be at most {host.CONTEXT // 2}, not {args.turns}")
     with bars() as report:

@@ -7,8 +7,8 @@ come. To whoever turns it, a group is what a single scheduler is.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -55,41 +55,52 @@ class Group:
         self._outputs: deque[Output] = deque()
         self._in_turn = load_balance_method == "round_robin"
         self._next = 0
+        self._assigned: dict[str, int] = {}  # ranks of unfinished requests
+        self._operations: deque[Callable[[Scheduler], None]] = deque()  # for all ranks at once, at the next turn
         self._watch: Watch | None = None
 
     @property
     def ranks(self) -> range:
         return range(self.first_rank, self.first_rank + len(self.schedulers))
 
-    def assign(self, request: Request) -> int:
-        """Sets its `data_parallel_rank`, unless it names one of the ranks here."""
-        if request.data_parallel_rank is None:
-            request.data_parallel_rank = self._choose()
-        return request.data_parallel_rank
+    def choose(self, request: Request) -> int:
+        """The rank that it names, or that the method chooses."""
+        if request.data_parallel_rank is not None:
+            return request.data_parallel_rank
+        if self._in_turn:
+            self._next += 1
+            return self.ranks[(self._next - 1) % len(self.schedulers)]
+        loads = Counter(self._assigned.values())
+        return min(self.ranks, key=lambda rank: loads[rank])
+
+    def assign(self, request: Request) -> None:
+        """Chooses its rank, on which it counts as unfinished from now on."""
+        request.data_parallel_rank = self._assigned[request.rid] = self.choose(request)
 
     def submit(self, request: Request) -> None:
-        self.schedulers[self.assign(request) - self.first_rank].submit(request)
+        if request.rid not in self._assigned:
+            self.assign(request)
+        self.schedulers[self._assigned[request.rid] - self.first_rank].submit(request)
 
     def abort(self, rid: str = "", *, abort_all: bool = False, exact: bool = False) -> None:
-        for s in self.schedulers:
-            s.abort(rid, abort_all=abort_all, exact=exact)
+        self._operations.append(lambda s: s.abort(rid, abort_all=abort_all, exact=exact))
 
     def pause(self, mode: str, *, flush: bool = False) -> None:
-        for s in self.schedulers:
-            s.pause(mode, flush=flush)
+        self._operations.append(lambda s: s.pause(mode, flush=flush))
 
     def resume(self) -> None:
-        for s in self.schedulers:
-            s.resume()
+        self._operations.append(lambda s: s.resume())
 
     def flush_cache(self) -> None:
-        for s in self.schedulers:
-            s.flush_cache()
+        self._operations.append(lambda s: s.flush_cache())
 
     @property
     def outputs(self) -> deque[Output]:
         """What the ranks have told since; whoever reads it clears it."""
         for s in self.schedulers:
+            for output in s.outputs:
+                if output.finished:
+                    self._assigned.pop(output.request.rid, None)
             self._outputs.extend(s.outputs)
             s.outputs.clear()
         return self._outputs
@@ -123,7 +134,7 @@ class Group:
 
     @property
     def is_idle(self) -> bool:
-        return all(s.is_idle for s in self.schedulers)
+        return not self._operations and all(s.is_idle for s in self.schedulers)
 
     @property
     def has_work(self) -> bool:
@@ -137,7 +148,7 @@ class Group:
 
     @property
     def is_pending(self) -> bool:
-        return any(s.is_pending for s in self.schedulers)
+        return bool(self._operations) or any(s.is_pending for s in self.schedulers)
 
     def metrics(self) -> dict[str, Any]:
         """Sums over the ranks here, and in "ranks" those of each."""
@@ -149,6 +160,10 @@ class Group:
 
     def turn(self) -> Turn:
         """One turn of every rank. Raises RankError."""
+        while self._operations:  # seen by all in the same turn, whatever thread they come from
+            operation = self._operations.popleft()
+            for s in self.schedulers:
+                operation(s)
         turns = [s.turn() for s in self.schedulers]
         try:
             yield from self._together(turns)
@@ -201,12 +216,6 @@ class Group:
                     self._watch.mark("compose")
                 return ask
             answer = yield ask
-
-    def _choose(self) -> int:
-        if self._in_turn:
-            self._next += 1
-            return self.ranks[(self._next - 1) % len(self.schedulers)]
-        return min(self.ranks, key=lambda rank: self.schedulers[rank - self.first_rank].unfinished)
 
 
 def _name(ask: Together | None) -> str:

@@ -181,9 +181,12 @@ class Scheduler:
     def anyone_works(self) -> bool:
         return self.has_work
 
-    def assign(self, request: Request) -> int:
-        """There is one rank to serve it; a Group has more."""
+    def choose(self, request: Request) -> int:
+        """The rank that will serve it; a Group has more than one."""
         return 0
+
+    def assign(self, request: Request) -> None:
+        """As Group's."""
 
     @property
     def launches(self) -> int:
@@ -192,17 +195,6 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting)
-
-    @property
-    def unfinished(self) -> int:
-        """Requests here that have not ended, as far as can be told from any thread."""
-        return (
-            self.slots.num_slots
-            - self.slots.num_free
-            + len(self.waiting)
-            + len(self.grammars.pending)
-            + len(self.inbox)
-        )
 
     @property
     def is_pending(self) -> bool:

@@ -126,7 +126,7 @@ class Ranks:
 
     def turn(self):
         self.driver.turn(self.group.turn())
-        self.group.outputs.clear()
+        self.group.outputs.clear()  # as a loop does
         self.launches.append(tuple(s.counters.launches for s in self.schedulers))
         self.now += 1
 

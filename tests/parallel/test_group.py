@@ -7,6 +7,7 @@ from helpers_parallel import LOOPS, Asked, HostRanks, Ranks, config_of, oracle, 
 from jaxoverlap.core import Fact, ForwardMode
 from jaxoverlap.driver import Driver
 from jaxoverlap.parallel.group import Group, RankError
+from jaxoverlap.scheduler import Scheduler
 
 SETTINGS = [
     {},
@@ -78,13 +79,34 @@ def test_no_overlap_behind_a_prefill_of_another_rank():
 
 def test_in_turn_or_to_the_shortest_queue():
     config = config_of(2)
-    for balance, want in (("round_robin", [0, 1, 0, 1]), ("shortest_queue", [1, 1, 1, 0])):
+    for balance, want in (("round_robin", [0, 1, 0, 1]), ("shortest_queue", [1, 1, 0, 1])):
         ranks = Ranks(HostRanks(config), config, balance)
         ranks.submit(*(Asked(f"early{i}", 0, 0, [5, 6], 9) for i in range(2)))
         ranks.turn()
         ranks.submit(*(Asked(f"late{i}", 0, None, [5, 6], 9) for i in range(4)))
-        chosen = [ranks.requests[f"late{i}"].data_parallel_rank for i in range(4)]
-        assert chosen == want if balance == "round_robin" else chosen[:2] == [1, 1] and sorted(chosen) == [0, 1, 1, 1]
+        assert [ranks.requests[f"late{i}"].data_parallel_rank for i in range(4)] == want
+        while not ranks.group.is_idle:
+            ranks.turn()
+        ranks.submit(Asked("last", 0, None, [5, 6], 9))
+        assert ranks.requests["last"].data_parallel_rank == 0  # nobody has anything left
+
+
+def test_an_operation_in_the_middle_of_a_turn_waits_for_the_next():
+    """From another thread, when one rank has looked for operations and the other has not."""
+    ranks, _ = ranks_of(2)
+    ranks.submit(Asked("a", 0, 0, [5, 6], 9), Asked("b", 0, 1, [5, 6], 9))
+    turn = Scheduler.turn
+
+    def then_pause(self):
+        ranks.group.pause("in_place")
+        yield from turn(self)
+
+    ranks.schedulers[0].turn = then_pause.__get__(ranks.schedulers[0])
+    ranks.turn()
+    assert [s.is_paused for s in ranks.schedulers] == [False, False]
+    del ranks.schedulers[0].turn
+    ranks.turn()
+    assert [s.is_paused for s in ranks.schedulers] == [True, True]
 
 
 def test_an_exception_in_one_turn_names_the_rank():
