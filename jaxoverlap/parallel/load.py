@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import zlib
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +19,7 @@ from jaxoverlap.device.pool import check_pool_settings, default_max_total_tokens
 from jaxoverlap.loading import takes_grammars
 from jaxoverlap.models import registry
 from jaxoverlap.parallel.mesh import RankMesh
+from jaxoverlap.parallel.processes import process_count
 from jaxoverlap.parallel.runner import RankRunner
 from jaxoverlap.parallel.sync import FactExchange, exchange_devices
 from jaxoverlap.paths import cache_dir
@@ -29,7 +34,9 @@ def load_ranks(config: EngineConfig, report: Report) -> tuple[registry.LoadedMod
     enable_compilation_cache(cache_dir() / "compiled")
     mesh = RankMesh(devices)
     exchange = FactExchange(exchange_devices(config.dp_sync, devices, not config.disable_overlap_schedule))
+    check_settings(config, mesh, exchange)
     model = registry.load(config, mesh=mesh, progress=report)
+    check_alike({"the model's configuration": repr(model.config), "the weights": mesh.fingerprint}, mesh, exchange)
     total = config.max_total_tokens
     if total is None:
         total = default_max_total_tokens(
@@ -50,10 +57,27 @@ def load_ranks(config: EngineConfig, report: Report) -> tuple[registry.LoadedMod
     return model, runner, total
 
 
+def check_settings(config: EngineConfig, mesh: RankMesh, exchange: FactExchange) -> None:
+    """Raises ValueError naming the settings that differ between processes; models are compared once loaded."""
+    settings = dataclasses.asdict(config)
+    for name in ("model_path", "random_seed"):
+        del settings[name]
+    check_alike(settings, mesh, exchange)
+
+
+def check_alike(values: Mapping[str, Any], mesh: RankMesh, exchange: FactExchange) -> None:
+    """Raises ValueError naming those of `values` that are not the same in all processes."""
+    own = [zlib.crc32(repr(value).encode()) >> 1 for value in values.values()]  # fits an int32
+    table = exchange(np.array([own] * len(mesh.local)))
+    names = [name for name, column in zip(values, table.T) if len(set(column.tolist())) > 1]
+    if names:
+        raise ValueError(f"not the same in all processes: {', '.join(names)}")
+
+
 def rank_devices(dp_size: int) -> list[jax.Device]:
     """A device for each rank, as many of every process. On CPU, where JAX has not started yet, as many virtual ones as
     this process has ranks. Raises ValueError where there are too few, or the ranks do not divide."""
-    processes = jax.process_count() if jax.distributed.is_initialized() else 1
+    processes = process_count()
     if dp_size % processes:
         raise ValueError(f"dp_size {dp_size} must be a multiple of the {processes} processes")
     local = dp_size // processes

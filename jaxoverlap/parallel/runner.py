@@ -81,7 +81,7 @@ class RankRunner:
         self.ranks = mesh.local
         self._watcher = Watcher(mesh.local) if len(mesh.local) < mesh.size else None
         self.leave = None if self._watcher is None else self._watcher.leave
-        self.exchange = exchange
+        self._exchange = exchange
         self.buckets = Buckets.of(config, context_length=context_length, max_total_tokens=max_total_tokens)
         self.num_pages = max_total_tokens // config.page_size
         self._cut = cut
@@ -136,6 +136,13 @@ class RankRunner:
         """As JaxRunner's; every process compiles all programs."""
         platform = self.mesh.devices[0].platform
         self._state = self._programs.warm_up(self._weights, self._state, platform, progress)
+
+    def exchange(self, facts: np.ndarray) -> np.ndarray:
+        """The facts of all ranks, int64 [ranks, len(Fact)], for those of the local ones; waits for all."""
+        if self._watcher is None:
+            return self._exchange(facts)
+        with self._watcher.meeting():
+            return self._exchange(facts)
 
     def launch(self, launches: list[Launch]) -> list[Handle]:
         """One launch of each local rank. If any rank anywhere extends, all run an extend program, in which rows that

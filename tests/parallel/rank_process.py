@@ -11,14 +11,14 @@ from pathlib import Path
 
 import jax
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "scheduler")]
+tests = Path(__file__).parent.parent
+sys.path[:0] = [str(tests / folder) for folder in ("parallel", "scheduler", "")]
 process, processes, local, port = (int(x) for x in sys.argv[1:5])
 what, number = sys.argv[5], int(sys.argv[6])
 
 from jaxoverlap.parallel.processes import join  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", local)
 join(f"127.0.0.1:{port}", processes, process)
 
 import numpy as np  # noqa: E402
@@ -38,7 +38,7 @@ dp_size = processes * local
 
 def make_runner():
     config = config_of(dp_size, poison_future_map=True)
-    devices = rank_devices(dp_size)
+    devices = rank_devices(dp_size)  # asks for virtual ones
     runner = RankRunner(
         ChecksumModel(),
         config,
@@ -139,7 +139,31 @@ def raises(e):
         Scheduler.turn = last
 
 
+def left(e):
+    """Process 0 makes one call more than the others."""
+    if process == 0:
+        print(json.dumps({"calls": number}), flush=True)
+        for _ in range(number):
+            e.generate([])
+        e.generate([])
+
+
+def unlike():
+    """One setting, or the weights, of process 1 are others."""
+    from helpers_models import make_hf_dir
+
+    folder = Path(os.environ["FOLDER"])
+    same = make_hf_dir(folder / str(process), seed=process if number else 0)
+    settings = {"max_running_requests": 2, "max_total_tokens": 128, "context_length": 64, "grammar_backend": "none"}
+    chunk = 16 if number else 16 + process
+    Engine(str(same), chunked_prefill_size=chunk, dp_size=dp_size, enable_dp_attention=True, **settings)
+
+
 match what:
+    case "left":
+        engine(left)
+    case "unlike":
+        unlike()
     case "loads":
         loads()
     case "engine":

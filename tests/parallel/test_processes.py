@@ -128,3 +128,21 @@ def test_an_exception_in_one_ranks_turn(tmp_path):
         status, stderr = running.end(0, 30)
         assert status == 1
         assert "ranks 0 to 1: ending: rank 2: KeyError: 'a fault of this rank'" in stderr
+
+
+def test_one_that_makes_fewer_calls(tmp_path):
+    """Whoever goes on waits for a process that has left, and is told so."""
+    with Running(tmp_path, 2, 1, "left", 2) as running:
+        assert running.end(1, 120)[0] != 0  # its exit meets the other's end
+        status, stderr = running.end(0, 30)
+        assert status == 1
+        assert "rank 0: ending: rank 1 (process 1) has left" in stderr
+
+
+@pytest.mark.parametrize(("number", "what"), [(0, "chunked_prefill_size"), (1, "the weights")])
+def test_processes_that_are_not_alike(tmp_path, number, what):
+    with Running(tmp_path, 2, 1, "unlike", number, FOLDER=str(tmp_path)) as running:
+        for i in range(2):
+            status, stderr = running.end(i, 120)
+            assert status != 0
+            assert f"not the same in all processes: {what}" in stderr
