@@ -4,8 +4,8 @@ Turns meet in every step, so that a rank which is gone would leave the others wa
 through the key-value store of the coordination service that jax.distributed runs. A process whose turn fails writes the
 cause there and ends. One that dies without a word breaks the others' collectives; whoever notices calls the roll, and
 writes down who does not answer. One that shuts its engine down, or exits, says that it has left; whoever still waits
-for it in an exchange ends. In every process a watcher reads all this, and answers the roll. JAX's heartbeats find what a
-watcher cannot, a machine that is gone.
+for it in an exchange ends. In every process a watcher reads all this, and answers the roll. A machine that is gone is
+found by JAX's own heartbeats.
 """
 
 from __future__ import annotations
