@@ -2,7 +2,7 @@
 what the float64 head drafts behind the same context (reference_eagle3.py)."""
 
 import dataclasses
-from pathlib import Path
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from jaxoverlap.device.verify import write_history
 from jaxoverlap.engine import Engine
 from jaxoverlap.loading import load_grammar_backend
 from jaxoverlap.models import registry
-from jaxoverlap.models.eagle3 import load_eagle3
 from jaxoverlap.speculative.eagle import Eagle3Speculator
+from jaxoverlap.speculative.load import all_caches, load_speculator
 
 CONTEXT, TOTAL, TOKENS, VOCAB = 96, 144, 4, 272
 SETTINGS = {
@@ -68,8 +68,8 @@ def config_of(folder, **settings):
 class Recorder(Eagle3Speculator):
     """Notes each row's context and its drafts, as the device has them."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, made):
+        super().__init__(made.draft, made.layers, made.num_draft_tokens)
         self.seen = []
 
     def extend(self, step, weights, state):
@@ -100,14 +100,13 @@ def load_of(rng, n=14):
 class Served:
     """A model and its runner, which compiles one shape of each kind, for engines of either loop."""
 
-    def __init__(self, config, speculator=None, *, grammars=False):
+    def __init__(self, config, wrap=None, *, grammars=False):
         self.config, self.model = config, registry.load(config)
         where = {"max_total_tokens": config.max_total_tokens, "context_length": config.context_length}
         buckets = Buckets.of(config, **where)
         buckets = dataclasses.replace(buckets, decode=buckets.decode[-1:])
-        made = speculator and speculator(
-            *load_eagle3(Path(config.speculative_draft_model_path), self.model.config), TOKENS
-        )
+        made = load_speculator(config, self.model)
+        made = wrap(made) if wrap else made
         self.runner = JaxRunner(self.model.module, config, **where, speculator=made, buckets=buckets, cut=grammars)
         self.runner.warm_up()
         self.backend = load_grammar_backend(config, self.model)
@@ -131,38 +130,54 @@ class Served:
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """A load, and what an engine without speculation answers."""
-    prompts, sampling = load_of(np.random.default_rng(0))
+    """Gives the load of a seed, and what an engine without speculation answers."""
     served = Served(EngineConfig(model_path=str(folder / "target"), **SETTINGS))
-    outputs, _ = served.answers(prompts, sampling)
+
+    @functools.cache
+    def answered(seed):
+        prompts, sampling = load_of(np.random.default_rng(seed))
+        return prompts, sampling, served.answers(prompts, sampling)[0]
+
+    yield answered
     served.close()
-    return prompts, sampling, outputs
 
 
-@pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_tokens_and_drafts(folder, plain, page):
+@pytest.mark.parametrize(
+    ("page", "seeds"),
+    [
+        (4, [0]),
+        pytest.param(1, [0], marks=pytest.mark.slow),
+        *(pytest.param(page, range(1, 13), marks=pytest.mark.soak) for page in (1, 4)),
+    ],
+)
+def test_tokens_and_drafts(folder, plain, page, seeds):
     """In both loops, with prompts in chunks, from cached prefixes, and where rows are put back for want of pages."""
     served = Served(config_of(folder, page_size=page), Recorder)
-    compiled = served.runner.compiles
-    prompts, sampling, want = plain
-    for normal in (False, True):
-        outputs, metrics = served.answers(prompts, sampling, disable_overlap_schedule=normal)
-        assert outputs == want
-        assert min(metrics["retracted"], metrics["accepted_drafts"], metrics["hits"]) > 0
+    recorder, compiled = served.runner._speculator, served.runner.compiles
+    reference = Reference(folder / "target", folder / "head")
+    retracted = 0
+    for seed in seeds:
+        prompts, sampling, want = plain(seed)
+        for normal in (False, True):
+            outputs, metrics = served.answers(prompts, sampling, disable_overlap_schedule=normal)
+            assert outputs == want
+            assert min(metrics["accepted_drafts"], metrics["hits"]) > 0
+            retracted += metrics["retracted"]
+        jax.effects_barrier()
+        check_drafts(reference, recorder.seen, plain(seed))
+        recorder.seen.clear()
     assert served.runner.compiles == compiled
-    seen = served.runner._speculator.seen
+    assert retracted > 0
     served.close()
-    jax.effects_barrier()
-    check_drafts(Reference(folder / "target", folder / "head"), seen, plain)
 
 
-def check_drafts(reference, seen, plain):
+def check_drafts(reference, seen, answered):
     """Of every greedy request, wherever drafts were made."""
     made = {}
     for context, drafts in seen:
         assert made.setdefault(tuple(context), drafts) == drafts  # in both loops
     checked = counted = 0
-    for prompt, sampling, output in zip(*plain):
+    for prompt, sampling, output in zip(*answered):
         bias, ids = bias_of(sampling), [*prompt, *output]
         if bias is None:
             continue
@@ -192,7 +207,7 @@ def test_grammars(folder):
     served = Served(EngineConfig(**{"model_path": str(folder / "target"), **SETTINGS, **more}), grammars=True)
     want, _ = served.answers(prompts, sampling)
     served.close()
-    served = Served(config_of(folder, **more), Eagle3Speculator, grammars=True)
+    served = Served(config_of(folder, **more), grammars=True)
     compiled = served.runner.compiles
     for loop in ({}, {"disable_overlap_schedule": True}, {"speculative_grammar_overlap": True}):
         outputs, metrics = served.answers(prompts, sampling, **loop)
@@ -214,3 +229,14 @@ def test_refused_by_name(folder):
     ]:
         with pytest.raises(ValueError, match=part):
             Engine(model, **{"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head, **settings})
+
+
+def test_the_head_counts_in_the_pool(folder):
+    config = config_of(folder, speculative_num_steps=5)
+    model = registry.load(config)
+    made = load_speculator(config, model)
+    assert made.layers == (1, 2, 3)
+    assert made.num_draft_tokens == 6
+    shapes = [x.shape for x in all_caches(model.module, made)(10)]
+    assert shapes == [(40, 2, 8), (40, 2, 8), (10, 2, 8), (10, 2, 8), (10,)]  # target, head, tokens
+    assert made.hidden_shape(4).shape == (4, 32)
