@@ -142,7 +142,7 @@ def make_eagle3_dir(
     draft_vocab: int = 48,
     known: Sequence[int] = (),
     own_embedding: bool = False,
-    leave_out: str = "",
+    leave_out: Sequence[str] = (),
     **config: Any,
 ) -> Path:
     """Writes a random EAGLE-3 head of a tiny model (its config: TINY_CONFIG changed by `config`). `layers`: ids of the
@@ -168,7 +168,7 @@ def make_eagle3_dir(
     ids = np.sort([*known, *others][:draft_vocab])
     weights["d2t"] = ids - np.arange(draft_vocab)
     weights["t2d"] = np.isin(np.arange(vocab), ids)
-    save_file({n: w for n, w in weights.items() if n != leave_out}, directory / "model.safetensors")
+    save_file({n: w for n, w in weights.items() if n not in leave_out}, directory / "model.safetensors")
     return directory
 
 

@@ -52,9 +52,9 @@ class Reference:
     def head_logits(self, hidden):
         """[T, V] over the target's ids."""
         w = self.head
-        logits = norm(w, hidden, "norm") @ w["lm_head.weight"].T
+        logits = norm(w, hidden, "norm") @ w.get("lm_head.weight", self.target["model.embed_tokens.weight"]).T
         out = np.full((len(hidden), w["config"]["vocab_size"]), NO_DRAFT)
-        for i, offset in enumerate(w["d2t"]):
+        for i, offset in enumerate(w.get("d2t", [0] * logits.shape[1])):
             out[:, i + offset] = logits[:, i]
         return out
 

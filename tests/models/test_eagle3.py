@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -20,6 +22,8 @@ HEADS = {
     "SGLang's layers": {"draft_vocab": 60},
     "stated layers": {"layers": (5, 0, 3), "rope_theta": 500.0},
     "its own embedding and size": {"layers": (1, 2, 4), **WIDER},
+    "the target's ids": {"draft_vocab": 272, "leave_out": ["d2t"]},
+    "tied to the target": {"draft_vocab": 272, "tie_word_embeddings": True, "leave_out": ["d2t", "lm_head.weight"]},
 }
 
 
@@ -48,6 +52,18 @@ def logits_of(target, head, ids, layers, context):
     _, _, captured = target.capturing(ids[:-1], context, context.cache(target), layers)
     hidden, _ = head(target, ids[1:], head.reduced(captured), context, context.cache(head))
     return head.logits(target, hidden)
+
+
+def test_computes_in_the_targets_dtype(tmp_path, target):
+    model = load_directory(target, EngineConfig(dtype="bfloat16"))
+    head, layers = load_eagle3(make_eagle3_dir(tmp_path, **WIDER), model.config)
+    context, ids = DenseContext.of_lengths([5]), jnp.arange(6, dtype=jnp.int32)
+    assert {x.dtype.name for x in head.cache_shapes(4)} == {"bfloat16"}
+    hidden = jax.eval_shape(lambda: head.reduced([jnp.zeros((5, 32), jnp.bfloat16)] * len(layers)))
+    assert (hidden.shape, hidden.dtype) == ((5, 40), jnp.bfloat16)
+    out, cache = jax.eval_shape(lambda x: head(model.module, ids[1:], x, context, context.cache(head)), hidden)
+    assert {x.dtype.name for x in (out, *cache)} == {"bfloat16"}
+    assert jax.eval_shape(lambda: logits_of(model.module, head, ids, layers, context)).dtype == jnp.float32
 
 
 TARGET = DecoderConfig(
@@ -81,7 +97,7 @@ TARGET = DecoderConfig(
         ({"layers": (0, 3, 6)}, "eagle_config has the head take .*7"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False is not supported"),
         *(
-            ({"leave_out": name}, f"tensor {name} is missing")
+            ({"leave_out": [name]}, f"tensor {name} is missing")
             for name in (
                 "fc.weight",
                 "midlayer.hidden_norm.weight",
@@ -89,7 +105,7 @@ TARGET = DecoderConfig(
                 "lm_head.weight",
             )
         ),
-        ({"leave_out": "d2t"}, "tensor d2t is missing"),
+        ({"leave_out": ["d2t"]}, "tensor d2t is missing"),
     ],
 )
 def test_refused(tmp_path, changes, message):
@@ -111,4 +127,11 @@ def test_ids_that_are_not_the_targets_are_refused(tmp_path, ids):
     weights["d2t"][:2] = np.array(ids) - np.arange(2)
     save_file(weights, path)
     with pytest.raises(CheckpointError, match="d2t does not name ids of the 272"):
+        load_eagle3(tmp_path, TARGET)
+
+
+def test_ids_that_are_no_integers_are_refused(tmp_path):
+    path = make_eagle3_dir(tmp_path) / "model.safetensors"
+    save_file({n: w.astype(np.float32) if n == "d2t" else w for n, w in load_file(path).items()}, path)
+    with pytest.raises(CheckpointError, match="tensor d2t has dtype F32, only I64, I32 are read"):
         load_eagle3(tmp_path, TARGET)
