@@ -27,6 +27,7 @@ NEED_PRIORITIES = (
 NEED_RANKS = ("enable_dp_attention", "load_balance_method", "dp_sync")
 NEED_DRAFT_MODEL = ("speculative_num_steps", "speculative_draft_model_path", "speculative_draft_layers")
 NEED_SPECULATION = ("speculative_num_draft_tokens", *NEED_DRAFT_MODEL)
+DRAFT_MODELS = ("STANDALONE", "EAGLE3")
 DEFAULT_DRAFT_TOKENS = 4  # SGLang's of STANDALONE; its 12 of NGRAM are a tree's
 MOST_DRAFT_TOKENS = 32
 INT32_MAX = (1 << 31) - 1
@@ -130,12 +131,18 @@ class EngineConfig:
     dp_sync: Literal["auto", "host", "accelerator"] = setting(
         "auto", "devices of the ranks' exchange before each launch; auto: the host's with overlap, else the ranks' own"
     )
-    speculative_algorithm: Literal["none", "NGRAM", "STANDALONE", "EAGLE"] = setting(
-        "none", "NGRAM: drafts from the request's own tokens; STANDALONE: from a model; EAGLE: replayed traces only"
+    speculative_algorithm: Literal["none", "NGRAM", "STANDALONE", "EAGLE3", "EAGLE"] = setting(
+        "none",
+        "NGRAM: drafts from the request's own tokens; STANDALONE: from a model; EAGLE3: from a head on the model; "
+        "EAGLE: replayed traces only",
     )
-    speculative_draft_model_path: str | None = setting(None, "STANDALONE: the draft model, as model_path")
+    speculative_draft_model_path: str | None = setting(
+        None, "STANDALONE: the draft model, as model_path; EAGLE3: the head's Hugging Face directory"
+    )
     speculative_draft_layers: int | None = setting(None, "STANDALONE: draft with the first layers of the model itself")
-    speculative_num_steps: int = setting(0, "STANDALONE: tokens drafted in a row; 0: one below the next setting")
+    speculative_num_steps: int = setting(
+        0, "tokens that a model or a head drafts in a row; 0: one below the next setting"
+    )
     speculative_num_draft_tokens: int = setting(0, "tokens of a row that a verify step scores; 0: 4 with speculation")
     speculative_grammar_overlap: bool = setting(False, "draft for grammar rows before the result in flight is handled")
     speculative_eagle_topk: int = setting(1, "branches of a draft tree", flag=False)
@@ -203,14 +210,14 @@ class EngineConfig:
             raise ValueError(f"speculative_eagle_topk must be 1 (chains), not {self.speculative_eagle_topk}")
         algorithm = self.speculative_algorithm
         for name in NEED_DRAFT_MODEL if algorithm != "none" else NEED_SPECULATION:
-            if algorithm not in ("STANDALONE", "EAGLE") and getattr(self, name):
-                needed = "" if algorithm == "none" and name not in NEED_DRAFT_MODEL else " STANDALONE"
+            allowed = DRAFT_MODELS[:1] if name == "speculative_draft_layers" else DRAFT_MODELS
+            if algorithm not in (*allowed, "EAGLE") and getattr(self, name):
+                needed = "" if name not in NEED_DRAFT_MODEL else f" {' or '.join(allowed)}"
                 raise ValueError(f"{name} needs speculative_algorithm{needed}")
         if algorithm in ("none", "EAGLE"):
             if self.speculative_grammar_overlap:
-                raise ValueError(
-                    f"speculative_grammar_overlap needs speculative_algorithm NGRAM or STANDALONE, not {algorithm}"
-                )
+                drafts = "NGRAM, STANDALONE or EAGLE3"
+                raise ValueError(f"speculative_grammar_overlap needs speculative_algorithm {drafts}, not {algorithm}")
             return
         steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
         if steps < 0 or tokens < 0:
@@ -227,6 +234,10 @@ class EngineConfig:
                 f"speculative_num_draft_tokens {tokens} must be speculative_num_steps {steps} + 1: drafts are chains"
             )
         object.__setattr__(self, "speculative_num_steps", tokens - 1)
+        if algorithm == "EAGLE3":
+            if self.speculative_draft_model_path is None:
+                raise ValueError("EAGLE3 needs speculative_draft_model_path, the directory of the head")
+            return
         if (self.speculative_draft_model_path is None) == (self.speculative_draft_layers is None):
             raise ValueError("STANDALONE needs one of speculative_draft_model_path and speculative_draft_layers")
         if self.speculative_draft_layers is not None and self.speculative_draft_layers < 1:

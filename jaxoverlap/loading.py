@@ -119,6 +119,6 @@ def check_supported(config: EngineConfig) -> None:
             if getattr(config, name) != defaults[name]:
                 raise ValueError(f"{name} is not supported with dp_size above 1: leave it at {defaults[name]}")
     if config.speculative_algorithm == "EAGLE":
-        raise ValueError("speculative_algorithm EAGLE is for replayed traces: use NGRAM or STANDALONE")
+        raise ValueError("speculative_algorithm EAGLE is for replayed traces: use NGRAM, STANDALONE or EAGLE3")
     if config.speculative_algorithm != "none" and config.max_logprobs:
         raise ValueError("max_logprobs and speculative_algorithm exclude each other: verify steps give no details")

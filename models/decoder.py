@@ -4,6 +4,7 @@ config.json states it."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,11 +46,24 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """int32 ids [T] -> normed hidden states [T, hidden] and the cache with the tokens' keys and values written.
         `num_layers`: as if there were no more than these first ones."""
-        x = self.ranks.rows(self.embedding[...], ids)
+        hidden, cache, _ = self.capturing(ids, context, cache, (), num_layers)
+        return hidden, cache
+
+    def capturing(
+        self, ids: jax.Array, context: Any, cache: Cache, captured: Sequence[int], num_layers: int | None = None
+    ) -> tuple[jax.Array, Cache, list[jax.Array]]:
+        """A call that also gives what enters each of the layers `captured`, in their order: [T, hidden] each."""
+        x, entering = self.embed(ids), []
         angles = self.config.rope.angles(context.positions)
         for i, layer in enumerate(itertools.islice(self.layers, num_layers)):
+            if i in captured:
+                entering.append(x)
             x, cache = layer(x, angles, context, cache, i)
-        return self.norm(x), cache
+        return self.norm(x), cache, entering
+
+    def embed(self, ids: jax.Array) -> jax.Array:
+        """int32 [T] -> [T, hidden]."""
+        return self.ranks.rows(self.embedding[...], ids)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[B, hidden] -> float32 [B, vocabulary]."""

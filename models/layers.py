@@ -145,11 +145,13 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    """Over inputs of the hidden size, or of `size`."""
+
+    def __init__(self, config: DecoderConfig, size: int | None = None) -> None:
         c = config
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
         outs = [n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
-        self.qkv = Linear(c.hidden_size, outs, c.qkv_bias, c.dtype)
+        self.qkv = Linear(size or c.hidden_size, outs, c.qkv_bias, c.dtype)
         self.output = Linear(c.num_heads * c.head_dim, [c.hidden_size], c.output_bias, c.dtype)
         self.q_norm, self.k_norm = (
             RMSNorm(c.head_dim, c.rms_norm_eps, c.dtype) if c.qk_norm else None for _ in range(2)

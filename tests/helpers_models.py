@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,7 @@ def tiny_weights(config: dict[str, Any], seed: int = 0, dtype: Any = np.float32)
             shapes[f"{at}.self_attn.q_norm.weight"] = shapes[f"{at}.self_attn.k_norm.weight"] = (hd,)
         shapes[f"{at}.input_layernorm.weight"] = shapes[f"{at}.post_attention_layernorm.weight"] = (d,)
 
-    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if "norm" in name:
-            return 1 + 0.2 * rng.standard_normal(shape)
-        return rng.standard_normal(shape) * (1.0 if "embed" in name else 1.5 * shape[-1] ** -0.5)
-
-    return {name: draw(name, shape).astype(dtype) for name, shape in shapes.items()}
+    return {name: _drawn(rng, name, shape).astype(dtype) for name, shape in shapes.items()}
 
 
 def make_tokenizer(directory: Path) -> None:
@@ -136,6 +132,50 @@ def make_hf_dir(
         save_file({n: w for n, w in weights.items() if files[n] == file}, directory / file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     return directory
+
+
+def make_eagle3_dir(
+    directory: Path,
+    *,
+    seed: int = 0,
+    layers: tuple[int, ...] | None = None,
+    draft_vocab: int = 48,
+    known: Sequence[int] = (),
+    own_embedding: bool = False,
+    leave_out: Sequence[str] = (),
+    **config: Any,
+) -> Path:
+    """Writes a random EAGLE-3 head of a tiny model (its config: TINY_CONFIG changed by `config`). `layers`: ids of the
+    target's layers behind which it reads, else SGLang's choice. Its ids are `known` and some of the target's."""
+    directory.mkdir(parents=True, exist_ok=True)
+    more = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "tie_word_embeddings": False}
+    settings = {**TINY_CONFIG, **more, "draft_vocab_size": draft_vocab, **config}
+    if layers is not None:
+        settings["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(layers)}
+    (directory / "config.json").write_text(json.dumps(settings))
+    rng = np.random.default_rng(seed)
+    d, ffn, hd, vocab = (settings[n] for n in ("hidden_size", "intermediate_size", "head_dim", "vocab_size"))
+    q, kv = settings["num_attention_heads"] * hd, settings["num_key_value_heads"] * hd
+    shapes = {"fc": (d, 3 * settings.get("target_hidden_size", d)), "lm_head": (draft_vocab, d), "norm": (d,)}
+    if own_embedding:
+        shapes["embed_tokens"] = (vocab, d)
+    layer = {"input_layernorm": (d,), "hidden_norm": (d,), "post_attention_layernorm": (d,)}
+    layer |= {"self_attn.q_proj": (q, 2 * d), "self_attn.k_proj": (kv, 2 * d), "self_attn.v_proj": (kv, 2 * d)}
+    layer |= {"self_attn.o_proj": (d, q), "mlp.gate_proj": (ffn, d), "mlp.up_proj": (ffn, d), "mlp.down_proj": (d, ffn)}
+    shapes |= {f"midlayer.{name}": shape for name, shape in layer.items()}
+    weights = {f"{name}.weight": _drawn(rng, name, shape).astype(np.float32) for name, shape in shapes.items()}
+    others = rng.permutation(np.setdiff1d(np.arange(vocab), known))
+    ids = np.sort([*known, *others][:draft_vocab])
+    weights["d2t"] = ids - np.arange(draft_vocab)
+    weights["t2d"] = np.isin(np.arange(vocab), ids)
+    save_file({n: w for n, w in weights.items() if n not in leave_out}, directory / "model.safetensors")
+    return directory
+
+
+def _drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    if "norm" in name:
+        return 1 + 0.2 * rng.standard_normal(shape)
+    return rng.standard_normal(shape) * (1.0 if "embed" in name else 1.5 * shape[-1] ** -0.5)
 
 
 @dataclass

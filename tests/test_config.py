@@ -7,6 +7,7 @@ from jaxoverlap.config import EngineConfig
 from jaxoverlap.sampling_params import SamplingParams
 
 NGRAM = {"speculative_algorithm": "NGRAM"}
+EAGLE3 = {"speculative_algorithm": "EAGLE3"}
 LAYERS = {"speculative_algorithm": "STANDALONE", "speculative_draft_layers": 2}
 
 
@@ -35,7 +36,10 @@ LAYERS = {"speculative_algorithm": "STANDALONE", "speculative_draft_layers": 2}
         ({"speculative_num_draft_tokens": 4}, ["speculative_num_draft_tokens needs speculative_algorithm"]),
         ({"speculative_draft_layers": 4}, ["speculative_draft_layers needs speculative_algorithm STANDALONE"]),
         ({**NGRAM, "speculative_num_steps": 3}, ["speculative_num_steps needs speculative_algorithm STANDALONE"]),
-        ({"speculative_grammar_overlap": True}, ["speculative_grammar_overlap needs", "NGRAM or STANDALONE, not none"]),
+        (
+            {"speculative_grammar_overlap": True},
+            ["speculative_grammar_overlap needs", "EAGLE3, not none"],
+        ),
         ({**NGRAM, "speculative_num_draft_tokens": 1}, ["speculative_num_draft_tokens", "2 to 32", "not 1"]),
         ({**NGRAM, "speculative_eagle_topk": 4}, ["speculative_eagle_topk must be 1", "not 4"]),
         ({**NGRAM, "enable_mixed_chunk": True}, ["enable_mixed_chunk", "speculation"]),
@@ -45,6 +49,13 @@ LAYERS = {"speculative_algorithm": "STANDALONE", "speculative_draft_layers": 2}
         ({**LAYERS, "speculative_draft_model_path": "x"}, ["one of speculative_draft_model_path"]),
         ({**LAYERS, "speculative_draft_layers": 0}, ["speculative_draft_layers", "at least 1"]),
         ({**LAYERS, "speculative_num_steps": 3, "speculative_num_draft_tokens": 3}, ["draft_tokens 3", "steps 3 + 1"]),
+        (EAGLE3, ["EAGLE3 needs speculative_draft_model_path"]),
+        (
+            {**EAGLE3, "speculative_draft_layers": 2},
+            ["speculative_draft_layers needs speculative_algorithm STANDALONE"],
+        ),
+        ({**EAGLE3, "speculative_draft_model_path": "x", "speculative_eagle_topk": 2}, ["speculative_eagle_topk", "1"]),
+        ({**EAGLE3, "speculative_num_steps": 4, "speculative_num_draft_tokens": 8}, ["draft_tokens 8", "steps 4 + 1"]),
     ],
 )
 def test_refused(settings, parts):

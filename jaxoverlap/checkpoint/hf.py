@@ -20,6 +20,7 @@ from jaxoverlap.checkpoint.tree import Index, ParameterTree, aligned
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("BF16", "F16", "F32")
+INTEGERS = ("I64", "I32")  # of parameters that hold ids
 
 
 class Checkpoint:
@@ -75,13 +76,14 @@ class Checkpoint:
     def check(self, tree: ParameterTree, ignored: str = "$^") -> None:
         """`ignored` is a pattern of whole tensor names that are left aside. Raises CheckpointError naming the first
         tensor that is missing, unknown, or of the wrong shape or dtype."""
-        wanted = {piece.tensor: piece.shape for path in tree.parts for piece in tree.pieces(path)}
+        wanted = {piece.tensor: (piece.shape, path) for path in tree.parts for piece in tree.pieces(path)}
         if len(wanted) != sum(len(of) for of in tree.parts.values()):
             raise CheckpointError("a tensor is wanted by two parameters")
-        for name, shape in wanted.items():
+        for name, (shape, path) in wanted.items():
             if name not in self.where:
                 raise CheckpointError(f"{self.directory}: tensor {name} is missing")
-            self._check_tensor(name, shape)
+            integer = np.issubdtype(tree.shapes[path].dtype, np.integer)
+            self._check_tensor(name, shape, INTEGERS if integer else DTYPES)
         for name, file in self.where.items():
             if name in wanted or re.fullmatch(ignored, name):
                 continue
@@ -92,12 +94,12 @@ class Checkpoint:
             if not np.array_equal(self.tensor(name), self.tensor(twin)):
                 raise CheckpointError(f"{file}: tensor {name} differs from {twin}, but config.json ties the two")
 
-    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check_tensor(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = DTYPES) -> None:
         where = f"{self.where[name]}: tensor {name}"
         if self.shape(name) != shape:
             raise CheckpointError(f"{where} has shape {list(self.shape(name))}, the model needs {list(shape)}")
-        if self.dtype(name) not in DTYPES:
-            raise CheckpointError(f"{where} has dtype {self.dtype(name)}, only {', '.join(DTYPES)} are read")
+        if self.dtype(name) not in dtypes:
+            raise CheckpointError(f"{where} has dtype {self.dtype(name)}, only {', '.join(dtypes)} are read")
 
     def read(self, tree: ParameterTree, name: str, index: Index = ()) -> np.ndarray:
         """Parameter `name`, or this part of it, in the tree's dtype and in memory that jax.device_put takes over."""

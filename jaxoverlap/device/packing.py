@@ -19,8 +19,9 @@ from jaxoverlap.device.state import PARAM_COLUMNS, Script, params_row
 PAGE_WRITES = 256  # entries of one call of the write_pages program
 
 
-def step_layout(bucket: Bucket, script_len: int) -> Layout:
-    """Of a decode or an extend program. Rows from `prefills` on take their one input id from the FutureMap."""
+def step_layout(bucket: Bucket, script_len: int, next_ids: bool = False) -> Layout:
+    """Of a decode or an extend program. Rows from `prefills` on take their one input id from the FutureMap. `next_ids`:
+    an extend program is also told the token behind each row's, where it is known."""
     if bucket.is_decode:
         return Layout(slots=(bucket.rows,), seq_lens=(bucket.rows,), page_writes=(3, bucket.writes))
     return Layout(
@@ -32,6 +33,7 @@ def step_layout(bucket: Bucket, script_len: int) -> Layout:
         ids=(bucket.tokens,),
         params=(bucket.rows, PARAM_COLUMNS),
         script=(bucket.rows, script_len),
+        **({"next_ids": (bucket.rows,)} if next_ids else {}),
     )
 
 
@@ -81,6 +83,8 @@ def pack_step(layout: Layout, launch: Launch, page_writes: np.ndarray, script: S
         f["params"][i] = params_row(request)
         if script is not None:
             f["script"][i] = _script_row(script, request)
+        if "next_ids" in f:
+            f["next_ids"][i] = _id_at(request, int(launch.seq_lens[i]))
     return packed
 
 
@@ -116,6 +120,16 @@ def pack_pages(page_writes: np.ndarray) -> np.ndarray:
     packed, f = PAGES_LAYOUT.empty()
     f["page_writes"][:, : page_writes.shape[1]] = page_writes
     return packed
+
+
+def _id_at(request: Request, position: int) -> int:
+    """Its token there, 0 where there is none yet."""
+    known = request.prompt_ids, request.output_ids
+    for ids in known:
+        if position < len(ids):
+            return int(ids[position])
+        position -= len(ids)
+    return 0
 
 
 def _script_row(script: Script, request: Request) -> np.ndarray:

@@ -144,12 +144,13 @@ class Programs:
         self._add("write_pages", write_pages, PAGES_LAYOUT, ("page_table",), "page_table")
         self._add("write_adjustments", write, entries, ("tables",), "tables")
         whole = (*buckets.decode, *buckets.extend)
+        next_ids = steps.speculator is not None and bool(steps.speculator.layers)
         if steps.speculator is not None:
             whole = buckets.extend
             for bucket in buckets.decode:
                 self._add_verifying(steps, bucket, steps.speculator.num_draft_tokens, vocab_size if cut else None)
         for bucket in whole:
-            layout = step_layout(bucket, script_len)
+            layout = step_layout(bucket, script_len, next_ids)
             self._add(bucket.name, steps.fused(bucket, layout), layout)
             if not cut:
                 continue

@@ -101,6 +101,7 @@ class JaxRunner:
             script_len=script.length if script else 0,
             history_locs=num_locs if speculator else 0,
             draft_shapes=() if draft is None else draft.cache_shapes(num_locs),
+            draft_hidden=speculator.hidden_shape(self._rows) if speculator else None,
         )
         self._platform = next(iter(self._state.page_table.devices())).platform
         graph, params = nnx.split(model)

@@ -38,6 +38,7 @@ PARAM_COLUMNS = 13
         "script",
         "history",
         "draft_cache",
+        "draft_hidden",
     ],
     meta_fields=[],
 )
@@ -55,6 +56,7 @@ class State:
     script: jax.Array | None  # int32 [rows, N], see Script
     history: jax.Array | None = None  # int32 [locations of the cache], the token at each; with a speculator
     draft_cache: tuple[jax.Array, ...] = ()  # a draft model's own, in the same locations
+    draft_hidden: jax.Array | None = None  # [rows, hidden] of each row's last token in the cache; with an EAGLE head
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def initial_state(
     script_len: int,
     history_locs: int = 0,
     draft_shapes: Sequence[jax.ShapeDtypeStruct] = (),
+    draft_hidden: jax.ShapeDtypeStruct | None = None,
 ) -> State:
     """`history_locs`: locations of the cache, where the state keeps the tokens in them."""
     start = POISON if poison else 0
@@ -89,6 +92,7 @@ def initial_state(
         script=jnp.full((rows, script_len), -1, jnp.int32) if script_len else None,
         history=jnp.zeros((history_locs,), jnp.int32) if history_locs else None,
         draft_cache=tuple(jnp.zeros(s.shape, s.dtype) for s in draft_shapes),
+        draft_hidden=None if draft_hidden is None else jnp.zeros(draft_hidden.shape, draft_hidden.dtype),
     )
 
 

@@ -47,6 +47,18 @@ jax.tree_util.register_dataclass(Outputs, ["fetched", "again"], [])
 
 
 @dataclass(frozen=True)
+class ExtendStep:
+    """A prefill of T tokens in B rows, as a speculator sees it."""
+
+    model: Any
+    slots: jax.Array  # int32 [B]
+    ids: jax.Array  # int32 [T]
+    next_ids: jax.Array | None  # int32 [T], where layers are captured: the token behind each; 0 where not sampled yet
+    context: PagedContext
+    captured: list[jax.Array]  # of the speculator's layers, each [T, hidden]
+
+
+@dataclass(frozen=True)
 class Steps:
     """Makes the programs of one model and one page geometry."""
 
@@ -92,6 +104,14 @@ class Steps:
         """Of the weights, those in front; a draft model's are behind them."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights[: self.tree.num_leaves]))
 
+    def run(
+        self, model: Any, ids: jax.Array, context: PagedContext, cache: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], list[jax.Array]]:
+        """The model's hidden states and cache, and what enters the layers that the speculator asks for."""
+        if self.speculator is None or not self.speculator.layers:
+            return *model(ids, context, cache), []
+        return model.capturing(ids, context, cache, self.speculator.layers)
+
     def _forward(
         self, bucket: Bucket, weights: tuple[jax.Array, ...], state: State, fields: dict[str, jax.Array]
     ) -> tuple[State, jax.Array, jax.Array | None, jax.Array]:
@@ -100,9 +120,11 @@ class Steps:
         if not bucket.is_decode:
             state = _write_params(state, fields)
         state, ids, context, faults = self._resolve(bucket, state, fields)
-        hidden, cache = model(ids, context, state.cache)
+        hidden, cache, captured = self.run(model, ids, context, state.cache)
         if self.speculator is not None:
-            state = self.speculator.extend(weights[self.tree.num_leaves :], ids, context, state)
+            next_ids = _next_ids(ids, context, fields["next_ids"]) if "next_ids" in fields else None
+            extended = ExtendStep(model, fields["slots"], ids, next_ids, context, captured)
+            state = self.speculator.extend(extended, weights[self.tree.num_leaves :], state)
         logits = model.logits(hidden[context.last_tokens])
         lens = scatter(
             state.new_seq_lens, fields["slots"], fields["seq_lens"], implementation=self.kernels.future_map_scatter
@@ -208,6 +230,13 @@ def write_pages(page_table: jax.Array, packed: jax.Array) -> jax.Array:
     """The page table (donated) with the entries of a PAGES_LAYOUT array."""
     slots, index, pages = PAGES_LAYOUT.fields(packed)["page_writes"]
     return page_table.at[slots, index].set(pages)
+
+
+def _next_ids(ids: jax.Array, context: PagedContext, behind: jax.Array) -> jax.Array:
+    """int32 [T]: the token behind each of `ids`; `behind` int32 [B] are those behind the rows."""
+    ends = (context.q_starts + context.extend_lens)[context.token_rows]
+    at = jnp.arange(len(ids), dtype=jnp.int32)
+    return jnp.where(at + 1 == ends, behind[context.token_rows], jnp.roll(ids, -1))
 
 
 def write_page_table(state: State, page_writes: jax.Array) -> State:

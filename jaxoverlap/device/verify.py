@@ -12,14 +12,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxoverlap.device.layout import Layout
 from jaxoverlap.device.state import State, counted
-from jaxoverlap.device.step import Outputs, Steps, bits, write_page_table
+from jaxoverlap.device.step import ExtendStep, Outputs, Steps, bits, write_page_table
 from jaxoverlap.kernels.future_map import gather, scatter
 from jaxoverlap.models.paged import PagedContext
 
@@ -27,17 +27,38 @@ Weights = tuple[jax.Array, ...]
 Cache = tuple[jax.Array, ...]
 
 
-class Speculator(Protocol):
-    """How a verify step drafts; traced into the programs. `draft` is a model of its own, if there is one."""
+class Speculator:
+    """How a verify step drafts; traced into the programs. `weights` are the draft's, `draft` a model of its own, if
+    there is one."""
 
     num_draft_tokens: int  # tokens that a row may gain in one step: one fewer are drafted
-    draft: Any | None
+    draft: Any | None = None
+    layers: tuple[int, ...] = ()  # of the target (a Decoder), in order; what enters them is captured
 
-    def extend(self, weights: Weights, ids: jax.Array, context: PagedContext, state: State) -> State:
-        """Takes note of a prefill: `ids` int32 [T] at the places of `context`; `weights` are the draft's."""
+    def hidden_shape(self, rows: int) -> jax.ShapeDtypeStruct | None:
+        """Of State.draft_hidden, if there is to be one."""
+        return None
+
+    def extend(self, step: ExtendStep, weights: Weights, state: State) -> State:
+        """Takes note of a prefill."""
+        return state
 
     def propose(self, step: VerifyStep, weights: Weights, state: State) -> tuple[jax.Array, State]:
         """Drafts int32 [num_draft_tokens - 1, B] of the tokens behind `step.bonus`."""
+        raise NotImplementedError
+
+    def scored(self, step: VerifyStep, weights: Weights, state: State, scores: Scores) -> State:
+        """Takes note of what a verify step scored."""
+        return state
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of the bonus tokens and the drafts behind them, place after place."""
+
+    drafts: jax.Array  # int32 [D - 1, B]
+    captured: list[jax.Array]  # of the speculator's layers, each [D * B, hidden]
+    accepted: jax.Array  # int32 [B], how many of a row's D places count
 
 
 @dataclass(frozen=True)
@@ -72,7 +93,7 @@ def verify(steps: Steps, layout: Layout) -> Callable[..., tuple[State, Outputs]]
     def step(weights: Weights, state: State, packed: jax.Array) -> tuple[State, Outputs]:
         rows, state = _rows(steps, weights, state, layout.fields(packed))
         drafts, state = _speculator(steps).propose(rows, weights[steps.tree.num_leaves :], state)
-        return _score(rows, state, drafts)
+        return _score(rows, weights, state, drafts)
 
     return step
 
@@ -94,7 +115,7 @@ def score(steps: Steps, layout: Layout) -> Callable[..., tuple[State, Outputs]]:
 
     def step(weights: Weights, state: State, drafts: jax.Array, packed: jax.Array) -> tuple[State, Outputs]:
         rows, state = _rows(steps, weights, state, layout.fields(packed))
-        return _score(rows, state, drafts)
+        return _score(rows, weights, state, drafts)
 
     return step
 
@@ -112,14 +133,16 @@ def _rows(steps: Steps, weights: Weights, state: State, fields: dict[str, jax.Ar
     return VerifyStep(steps, steps.model(weights), slots, bonus, lens, fields.get("mask")), state
 
 
-def _score(rows: VerifyStep, state: State, drafts: jax.Array) -> tuple[State, Outputs]:
+def _score(rows: VerifyStep, weights: Weights, state: State, drafts: jax.Array) -> tuple[State, Outputs]:
     """One forward of the bonus tokens and the drafts, what of it counts, and that into the FutureMap."""
     ids = jnp.concatenate([rows.bonus[None], drafts])
     context = rows.context(state, len(ids), 0)
-    hidden, cache = rows.model(ids.reshape(-1), context, state.cache)
+    hidden, cache, captured = rows.steps.run(rows.model, ids.reshape(-1), context, state.cache)
     logits = rows.model.logits(hidden).reshape(*ids.shape, -1)
     state = dataclasses.replace(state, cache=tuple(cache), history=write_history(state, ids.reshape(-1), context))
     picked, logprobs, accepted, state = accept(rows, state, drafts, logits)
+    scores = Scores(drafts, captured, accepted)
+    state = _speculator(rows.steps).scored(rows, weights[rows.steps.tree.num_leaves :], state, scores)
     last = jnp.take_along_axis(picked, accepted[None] - 1, axis=0)[0]
     into = rows.steps.kernels.future_map_scatter
     state = dataclasses.replace(

@@ -20,25 +20,19 @@ from jaxoverlap.core import Launch, Request, Runner, Sample, StepResult
 from jaxoverlap.device.buckets import Bucket, Buckets, largest_extend
 from jaxoverlap.device.runner import JaxRunner, Progress
 from jaxoverlap.device.state import Script, State
-from jaxoverlap.device.verify import VerifyStep, Weights
+from jaxoverlap.device.verify import Speculator, VerifyStep, Weights
 from jaxoverlap.models.checksum import ChecksumModel
-from jaxoverlap.models.paged import PagedContext
 from jaxoverlap.replay.scenario import Scenario
 
 WRONG = -1  # a draft that no token equals
 
 
-class ToySpeculator:
+class ToySpeculator(Speculator):
     """The scenarios' speculation: on a context c and its next token b it accepts 1 + (h(c + [b]) // span) % drafts
     tokens of the model's own continuation, h being the checksum model's hash."""
 
-    draft = None
-
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_draft_tokens = num_draft_tokens
-
-    def extend(self, weights: Weights, ids: jax.Array, context: PagedContext, state: State) -> State:
-        return state
 
     def propose(self, step: VerifyStep, weights: Weights, state: State) -> tuple[jax.Array, State]:
         ids, cache, drafts = step.bonus, state.cache, []

@@ -107,7 +107,7 @@ class Scheduler:
             self.slots,
             self.max_total_tokens,
             prefix_cache=not config.disable_radix_cache,
-            bigram=config.speculative_algorithm == "EAGLE",
+            bigram=config.speculative_algorithm in ("EAGLE", "EAGLE3"),
         )
         self.new_token_ratio = NewTokenRatio(config)
         self.policy = make_policy(config, self.kv)

@@ -1,1 +1,1 @@
-"""What drafts the tokens of a verify step (device/verify.py): prompt lookup, a smaller model, the first layers."""
+"""What drafts the tokens of a verify step (device/verify.py): prompt lookup, a model, first layers, an EAGLE-3 head."""

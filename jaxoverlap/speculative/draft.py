@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxoverlap.device.state import State
-from jaxoverlap.device.verify import VerifyStep, Weights, write_history
-from jaxoverlap.models.paged import PagedContext
+from jaxoverlap.device.step import ExtendStep
+from jaxoverlap.device.verify import Speculator, VerifyStep, Weights, write_history
 
 
-class DraftModelSpeculator:
-    """device.verify.Speculator: `draft` is a models.paged.Model of the target's vocabulary. Its cache lies in the same
+class DraftModelSpeculator(Speculator):
+    """`draft` is a models.paged.Model of the target's vocabulary. Its cache lies in the same
     locations as the target's, so that slots, pages and cached prefixes serve both."""
 
     def __init__(self, draft: Any, num_draft_tokens: int) -> None:
@@ -25,9 +25,10 @@ class DraftModelSpeculator:
         self._graph, params = nnx.split(draft)
         self._tree = jax.tree.structure(params)
 
-    def extend(self, weights: Weights, ids: jax.Array, context: PagedContext, state: State) -> State:
-        _, cache = self._model(weights)(ids, context, state.draft_cache)
-        return dataclasses.replace(state, draft_cache=tuple(cache), history=write_history(state, ids, context))
+    def extend(self, step: ExtendStep, weights: Weights, state: State) -> State:
+        _, cache = self._model(weights)(step.ids, step.context, state.draft_cache)
+        history = write_history(state, step.ids, step.context)
+        return dataclasses.replace(state, draft_cache=tuple(cache), history=history)
 
     def propose(self, step: VerifyStep, weights: Weights, state: State) -> tuple[jax.Array, State]:
         draft = self._model(weights)
@@ -50,18 +51,13 @@ class DraftModelSpeculator:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, weights))
 
 
-class FirstLayersSpeculator:
-    """device.verify.Speculator: the target's first `num_layers` layers, its last norm and its head. They need no cache
+class FirstLayersSpeculator(Speculator):
+    """The target's first `num_layers` layers, its last norm and its head. They need no cache
     of their own: what they write is what the target writes there."""
-
-    draft = None
 
     def __init__(self, num_layers: int, num_draft_tokens: int) -> None:
         self.num_layers = num_layers
         self.num_draft_tokens = num_draft_tokens
-
-    def extend(self, weights: Weights, ids: jax.Array, context: PagedContext, state: State) -> State:
-        return state
 
     def propose(self, step: VerifyStep, weights: Weights, state: State) -> tuple[jax.Array, State]:
         token, cache, drafts = step.bonus, state.cache, []

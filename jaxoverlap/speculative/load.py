@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,8 +15,10 @@ from jaxoverlap.device.pool import CacheShapes
 from jaxoverlap.device.verify import Speculator
 from jaxoverlap.models import registry
 from jaxoverlap.models.decoder import Decoder
+from jaxoverlap.models.eagle3 import load_eagle3
 from jaxoverlap.progress import Report
 from jaxoverlap.speculative.draft import DraftModelSpeculator, FirstLayersSpeculator
+from jaxoverlap.speculative.eagle import Eagle3Speculator
 from jaxoverlap.speculative.ngram import NgramSpeculator
 
 
@@ -28,6 +31,8 @@ def load_speculator(
     tokens = config.speculative_num_draft_tokens
     if config.speculative_algorithm == "NGRAM":
         return NgramSpeculator(tokens)
+    if config.speculative_algorithm == "EAGLE3":
+        return _eagle3(config, model, progress)
     if (layers := config.speculative_draft_layers) is not None:
         if not isinstance(model.module, Decoder):
             raise ValueError(f"speculative_draft_layers {layers}: model {model.name} has no layers")
@@ -44,6 +49,17 @@ def load_speculator(
         if value != limit if name == "vocab_size" else value < limit:
             raise ValueError(f"speculative_draft_model_path {draft.name}: {name} {value}, the model needs {limit}")
     return DraftModelSpeculator(draft.module, tokens)
+
+
+def _eagle3(config: EngineConfig, model: registry.LoadedModel, progress: Report | None) -> Eagle3Speculator:
+    path = config.speculative_draft_model_path
+    assert path is not None
+    if not isinstance(model.module, Decoder):
+        raise ValueError(f"speculative_algorithm EAGLE3: model {model.name} has no layers for a head to read")
+    if not Path(path).is_dir():
+        raise ValueError(f"speculative_draft_model_path {path!r} is no directory of an EAGLE-3 head")
+    head, layers = load_eagle3(Path(path), model.config, progress=progress)
+    return Eagle3Speculator(head, layers, config.speculative_num_draft_tokens)
 
 
 def all_caches(model: Any, speculator: Speculator) -> CacheShapes:

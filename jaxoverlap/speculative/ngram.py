@@ -13,24 +13,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoverlap.device.state import State
-from jaxoverlap.device.verify import VerifyStep, Weights, write_history
+from jaxoverlap.device.step import ExtendStep
+from jaxoverlap.device.verify import Speculator, VerifyStep, Weights, write_history
 from jaxoverlap.models.paged import PagedContext
 
 LONGEST = 8  # tokens of a match that count
 WIDTH = 256  # positions looked at in one turn of the loop
 
 
-class NgramSpeculator:
-    """device.verify.Speculator: the continuation of the longest match, of the latest among equals. A match that runs
+class NgramSpeculator(Speculator):
+    """The continuation of the longest match, of the latest among equals. A match that runs
     into the row's end is continued with itself; without any, the last token is repeated."""
-
-    draft = None
 
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_draft_tokens = num_draft_tokens
 
-    def extend(self, weights: Weights, ids: jax.Array, context: PagedContext, state: State) -> State:
-        return dataclasses.replace(state, history=write_history(state, ids, context))
+    def extend(self, step: ExtendStep, weights: Weights, state: State) -> State:
+        return dataclasses.replace(state, history=write_history(state, step.ids, step.context))
 
     def propose(self, step: VerifyStep, weights: Weights, state: State) -> tuple[jax.Array, State]:
         context = step.context(state, 1, 0)

@@ -7,6 +7,7 @@ from helpers_engine import model_of
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.device.runner import JaxRunner
+from jaxoverlap.device.verify import Speculator
 from jaxoverlap.engine import Engine
 from jaxoverlap.models.checksum import ChecksumModel
 
@@ -15,17 +16,12 @@ CONTEXT = 128
 ROWS = 4
 
 
-class RuleSpeculator:
+class RuleSpeculator(Speculator):
     """Drafts the model's own tokens at the positions where `rule(position)` says so, else wrong ones."""
-
-    draft = None
 
     def __init__(self, num_draft_tokens, rule):
         self.num_draft_tokens = num_draft_tokens
         self.rule = rule
-
-    def extend(self, weights, ids, context, state):
-        return state
 
     def propose(self, step, weights, state):
         ids, cache, drafts = step.bonus, state.cache, []

@@ -9,6 +9,8 @@ from device.helpers import ConstantModel
 from helpers_speculative import engine_on, make_runner
 from scipy import stats
 
+from jaxoverlap.device.verify import Speculator
+
 VOCAB, TOKENS = 24, 4
 RNG = np.random.default_rng(5)
 TARGET = RNG.normal(size=VOCAB) * 1.5
@@ -23,14 +25,10 @@ SAMPLING = [
 ]
 
 
-class OtherLogits:
+class OtherLogits(Speculator):
     """Drafts from DRAFT, whatever the model says."""
 
-    draft = None
     num_draft_tokens = TOKENS
-
-    def extend(self, weights, ids, context, state):
-        return state
 
     def propose(self, step, weights, state):
         logits = jnp.broadcast_to(jnp.asarray(DRAFT, jnp.float32), (len(step.slots), VOCAB))

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "grammar"))
 from helpers_grammar import byte_backend
 from test_engine_grammars import GRAMMARS, MODEL, check_ended, expected, params, random_load, run_load, turn
 
+from jaxoverlap.device.verify import Speculator
 from jaxoverlap.grammar.backend import LLGrammar
 from jaxoverlap.models.checksum import ChecksumModel
 from jaxoverlap.speculative.ngram import NgramSpeculator
@@ -22,18 +23,14 @@ CONTEXT, TOTAL, TOKENS = 160, 480, 4
 FORCED = "start of a long forced run: "
 
 
-class TextSpeculator:
+class TextSpeculator(Speculator):
     """Drafts the text, token i at output i of a prompt of `prompt_len` tokens."""
 
-    draft = None
     num_draft_tokens = TOKENS
 
     def __init__(self, text, prompt_len):
         self.ids = jnp.asarray(list(text.encode()), jnp.int32)
         self.prompt_len = prompt_len
-
-    def extend(self, weights, ids, context, state):
-        return state
 
     def propose(self, step, weights, state):
         at = step.lens - self.prompt_len + 1
