@@ -75,21 +75,15 @@ class Recorder(Driver):
                 if kind is Sync:
                     note((ASK, "sync", asked, done, 0, None, 0))
                     continue
-                launches = _launches(ask)
-                launch, handle = launches[0], answer
-                if kind is Launches:
-                    handle = answer[0]  # the ranks' steps are one
-                note(
-                    (
-                        ASK,
-                        KINDS[kind],
-                        asked,
-                        done,
-                        launch.number,
-                        _mode(launch),
-                        sum(len(x.requests) for x in launches),
-                    )
-                )
+                if kind is Launches or kind is Samples:  # the ranks' steps are one
+                    launches, handle = _launches(ask), answer and answer[0]
+                    launch, rows = launches[0], sum(len(x.requests) for x in launches)
+                    delays = any(x.delay_sample for x in launches)
+                else:
+                    launch, handle = ask if kind is Launch else ask.launch, answer
+                    rows, delays = len(launch.requests), launch.delay_sample
+                mode = launch.mode if launch.global_num_tokens is None else _mode(launch)
+                note((ASK, KINDS[kind], asked, done, launch.number, mode, rows))
                 if self._tells_compiles and self.runner.compiles != compiles:  # type: ignore[attr-defined]
                     note((COMPILED, launch.number))
                 if kind is Wait and answer.accept_lens is not None:
@@ -100,7 +94,7 @@ class Recorder(Driver):
                         self._told = launch.number
                 elif kind is Launch or kind is Launches:
                     self._in_flight.append((launch.number, handle))
-                    if self._tells_forwards and any(x.delay_sample for x in launches):
+                    if self._tells_forwards and delays:
                         self._forward = launch.number, handle
                     self._poll(done)
                 elif kind is Sample or kind is Samples:
@@ -183,17 +177,10 @@ class Annotator(Recorder):
                 return
 
 
-def _launches(ask: Any) -> list[Launch]:
-    """What the turn asked about; of a group those of its ranks, for one step."""
-    if type(ask) is Launches:
-        return ask.launches
-    if type(ask) is Samples:
-        return [sample.launch for sample in ask.samples]
-    return [ask if type(ask) is Launch else ask.launch]
+def _launches(ask: Launches | Samples) -> list[Launch]:
+    return ask.launches if isinstance(ask, Launches) else [sample.launch for sample in ask.samples]
 
 
 def _mode(launch: Launch) -> ForwardMode:
-    """Of the step, which all ranks share."""
-    if launch.global_num_tokens is None:
-        return launch.mode
+    """Of a step that all ranks share."""
     return ForwardMode.EXTEND if launch.is_extend_in_batch else ForwardMode.DECODE
