@@ -55,7 +55,7 @@ def check(engine, cases, at_once):
     return tokens
 
 
-@pytest.mark.parametrize("loop", ["overlap", "normal"])
+@pytest.mark.parametrize("loop", ["overlap", pytest.param("normal", marks=pytest.mark.slow)])
 def test_all_at_once_with_fewer_slots(parts, loop):
     assert check(engine_on(parts, loop), CASES, len(CASES)) == 831
 
@@ -85,6 +85,7 @@ def test_text_and_logprobs(parts):
     assert logprobs == pytest.approx(case["logprob"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_logprobs_of_prompts_and_of_the_likeliest(demo_model):
     """The reference's outputs as part of a prompt: their log-probabilities are then those of input tokens, in chunks.
     Each is the likeliest, since the reference was greedy."""

@@ -62,6 +62,7 @@ def check_loads(folder, processes, local, count):
     assert sum(line["idle"] for lines in of for line in lines) > 0
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     check_loads(tmp_path, 2, 2, 4)
 
@@ -86,6 +87,7 @@ def test_every_process_calls_generate(tmp_path):
     assert [line["launches"] for line in first] == [line["launches"] for line in second]
 
 
+@pytest.mark.slow
 def test_a_malformed_request_of_one_process(tmp_path):
     """It gets its error when the others are done, and they do not wait for ever."""
     with Running(tmp_path, 2, 1, "refused", 0) as running:
@@ -130,6 +132,7 @@ def test_an_exception_in_one_ranks_turn(tmp_path):
         assert "ranks 0 to 1: ending: rank 2: KeyError: 'a fault of this rank'" in stderr
 
 
+@pytest.mark.slow
 def test_one_that_makes_fewer_calls(tmp_path):
     """Whoever goes on waits for a process that has left, and is told so."""
     with Running(tmp_path, 2, 1, "left", 2) as running:

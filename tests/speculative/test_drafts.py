@@ -73,7 +73,14 @@ QUICK = [("ngram", 1), ("layers", 4)]
 REST = [(name, page) for name in DRAFTS for page in (1, 4) if (name, page) not in QUICK]
 
 
-@pytest.mark.parametrize(("name", "page"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.soak) for one in REST)])
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        QUICK[0],
+        pytest.param(*QUICK[1], marks=pytest.mark.slow),
+        *(pytest.param(*one, marks=pytest.mark.soak) for one in REST),
+    ],
+)
 def test_tokens_are_those_without_speculation(models, plain, name, page):
     """Sampled ones too, with penalties, biases and minima inside a run; also where rows are put back for want of
     pages."""

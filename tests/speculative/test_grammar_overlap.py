@@ -70,7 +70,11 @@ def test_drafts_are_launched_before_the_result_in_flight_is_waited_for(runner, b
 
 
 @pytest.mark.parametrize(
-    ("name", "loads"), [("mixed", 4), *(pytest.param(n, 16, marks=pytest.mark.soak) for n in SPECULATORS)]
+    ("name", "loads"),
+    [
+        pytest.param("mixed", 4, marks=pytest.mark.slow),
+        *(pytest.param(n, 16, marks=pytest.mark.soak) for n in SPECULATORS),
+    ],
 )
 def test_random_loads(backend, name, loads):
     """Grammar rows and free ones, aborts, and rows put back for want of pages: the tokens are the oracle's."""
