@@ -118,7 +118,7 @@ def test_refused(settings, parts):
     assert all(part in str(error.value) for part in parts)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.demo
 def test_demo_model_over_fifty_random_loads(demo_model):
     settings = {

@@ -433,9 +433,8 @@ with Engine(choices[0], **settings) as engine:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux' /proc")
-@pytest.mark.parametrize(
-    "given", [pytest.param("paths", marks=pytest.mark.soak), pytest.param("arrays", marks=pytest.mark.slow)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("given", ["paths", "arrays"])
 def test_memory_is_flat_over_50_updates(tmp_path, given):
     """In a process of its own whose freed arrays go back to the system at once, with a model of 160 MB."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 16_384, "num_hidden_layers": 8}

@@ -12,6 +12,7 @@ from jaxoverlap.checkpoint.tree import named_leaves
 GUIDE = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_guides_programs_run(tmp_path, monkeypatch):
     source = make_hf_dir(tmp_path / "model")
     monkeypatch.chdir(tmp_path)

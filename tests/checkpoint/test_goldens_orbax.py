@@ -23,7 +23,7 @@ def check_same_weights(a, b):
         assert np.asarray(array).tobytes() == np.asarray(second[name]).tobytes(), name
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.demo
 def test_the_demo_model(tmp_path, demo_model):
     convert(demo_model, tmp_path / "orbax", registry.parameter_tree(demo_model))

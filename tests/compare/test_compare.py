@@ -196,7 +196,9 @@ def test_the_demo_model(demo_model, capsys):
     assert np.isfinite(data["loops"]["overlap"]["step_ms"]["p50"])
 
 
-@pytest.mark.parametrize("device", [[], ["--device", "simulated", "--step-ms", "1"]])
+@pytest.mark.parametrize(
+    "device", [pytest.param([], marks=pytest.mark.slow), ["--device", "simulated", "--step-ms", "1"]]
+)
 def test_two_ranks(capsys, device):
     argv = [
         "compare",
@@ -220,6 +222,7 @@ def test_two_ranks(capsys, device):
         assert sum(told["bubbles_ms"].values()) == pytest.approx(told["idle_ms"])
 
 
+@pytest.mark.slow
 def test_speculative_drafts_beside_none(capsys):
     argv = ["compare", "--model", "checksum", "--speculative", "ngram", "--prompt-len", "8", "--batch", "3"]
     argv += ["--max-new-tokens", "6", "--repeats", "1", "--max-total-tokens", "256", "--context-length", "64"]

@@ -67,7 +67,7 @@ def test_two_processes(tmp_path):
     check_loads(tmp_path, 2, 2, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_four_processes(tmp_path):
     check_loads(tmp_path, 4, 1, 12)
 
@@ -108,7 +108,7 @@ def check_ends(running, victim, names, within=30.0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_one_is_killed_in_the_middle_of_a_turn(tmp_path, processes):
     with Running(tmp_path, processes, 1, "killed", 20, VICTIM="1") as running:
         check_ends(running, 1, r"rank 1 \(process 1\) is gone")

@@ -95,7 +95,11 @@ def answers(directory, dp_size, **settings):
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [pytest.param(name, (4,), marks=pytest.mark.slow) for name in list(MODELS)[:2]] + [(list(MODELS)[2], (2, 4))],
+    [
+        pytest.param("llama, biases, a vocabulary that does not divide", (4,), marks=pytest.mark.soak),
+        pytest.param("qwen3, tied", (4,), marks=pytest.mark.soak),
+        pytest.param("qwen3 moe, one dense layer", (2, 4), marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_answers_as_alone(tmp_path, name, sizes):
     directory = make_hf_dir(tmp_path, **MODELS[name])

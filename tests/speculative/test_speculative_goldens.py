@@ -106,14 +106,8 @@ def test_chains_of_the_first_layers(demo_model, layers, drafts):
     assert 0 < run(demo_model, drafts + 1, CASES, **settings) < 1
 
 
-@pytest.mark.parametrize(
-    "drafts",
-    [
-        pytest.param(1, marks=pytest.mark.soak),
-        pytest.param(3, marks=pytest.mark.slow),
-        pytest.param(5, marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("drafts", [1, 3, 5])
 def test_ngram(demo_model, drafts):
     assert 0 < run(demo_model, drafts + 1, CASES, speculative_algorithm="NGRAM") < 1
 
