@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from helpers_models import make_hf_dir
 
 from jaxoverlap.checkpoint.tree import named_leaves
