@@ -162,7 +162,9 @@ def test_h3_recycle_in_flight(runner, loop):
 H14_LENGTHS = (1, 15, 16, 17, 20, 31, 32, 33, 40)
 
 
-@pytest.mark.parametrize(("budget", "chunk"), [(16, 32), (32, 16), (20, 64), (20, -1)])
+@pytest.mark.parametrize(
+    ("budget", "chunk"), [(16, 32), (32, 16), (20, 64), pytest.param(20, -1, marks=pytest.mark.slow)]
+)
 def test_h14_bucket_budget(budget, chunk, caplog):
     """A chunk above the budget is shortened, with a warning at start-up; without chunks a lone prompt may be as long as
     the context."""

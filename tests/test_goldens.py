@@ -85,7 +85,7 @@ def test_text_and_logprobs(parts):
     assert logprobs == pytest.approx(case["logprob"], abs=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_logprobs_of_prompts_and_of_the_likeliest(demo_model):
     """The reference's outputs as part of a prompt: their log-probabilities are then those of input tokens, in chunks.
     Each is the likeliest, since the reference was greedy."""

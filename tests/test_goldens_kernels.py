@@ -39,6 +39,7 @@ def agreeing(directory, kernels, cases, slots, loop="overlap"):
     return sum(a == b for c, r in zip(cases, results) for a, b in zip(c["output_ids"], r["output_ids"]))
 
 
+@pytest.mark.slow
 def test_a_short_one(demo_model):
     assert agreeing(demo_model, "interpret", SHORTEST[:1], 1) == len(SHORTEST[0]["output_ids"])
 

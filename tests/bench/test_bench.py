@@ -95,6 +95,7 @@ def test_offline(capsys, tiny):
     assert x["ratio"] == pytest.approx(x["step_ms"]["p50"] / x["hand_written_ms"]["p50"])
 
 
+@pytest.mark.soak
 def test_grammar_share(capsys, tiny):
     flags = "--batch 2 --turns 8 --grammar-share 0,0.5,1 --skip-warmup --dtype float32"
     rows = run(capsys, f"offline --model {tiny} {flags}")["offline"]["grammars"]

@@ -9,7 +9,7 @@ from jaxoverlap.cli import main
 SMALL = ["--batch", "1,4", "--context", "64", "--turns", "2", "--copy-mb", "1", "--requests", "3"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_size_for_cpu(tmp_path, capsys):
     path = tmp_path / "gpu.json"
     command = ["bench", "gpu", "--config", "tiny", *SMALL, "--shortest", "4", "--longest", "9", "--json", str(path)]

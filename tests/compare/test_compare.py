@@ -188,7 +188,7 @@ def test_prompts_from_files(tmp_path):
 
 
 @pytest.mark.demo
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_demo_model(demo_model, capsys):
     assert cli.main(["compare", "--batch", "4", "--max-new-tokens", "12", "--repeats", "1", "--json", "-"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -197,7 +197,7 @@ def test_the_demo_model(demo_model, capsys):
 
 
 @pytest.mark.parametrize(
-    "device", [pytest.param([], marks=pytest.mark.slow), ["--device", "simulated", "--step-ms", "1"]]
+    "device", [pytest.param([], marks=pytest.mark.soak), ["--device", "simulated", "--step-ms", "1"]]
 )
 def test_two_ranks(capsys, device):
     argv = [
@@ -222,7 +222,7 @@ def test_two_ranks(capsys, device):
         assert sum(told["bubbles_ms"].values()) == pytest.approx(told["idle_ms"])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_speculative_drafts_beside_none(capsys):
     argv = ["compare", "--model", "checksum", "--speculative", "ngram", "--prompt-len", "8", "--batch", "3"]
     argv += ["--max-new-tokens", "6", "--repeats", "1", "--max-total-tokens", "256", "--context-length", "64"]

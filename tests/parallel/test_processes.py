@@ -62,7 +62,7 @@ def check_loads(folder, processes, local, count):
     assert sum(line["idle"] for lines in of for line in lines) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes(tmp_path):
     check_loads(tmp_path, 2, 2, 4)
 
@@ -87,7 +87,7 @@ def test_every_process_calls_generate(tmp_path):
     assert [line["launches"] for line in first] == [line["launches"] for line in second]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_malformed_request_of_one_process(tmp_path):
     """It gets its error when the others are done, and they do not wait for ever."""
     with Running(tmp_path, 2, 1, "refused", 0) as running:
@@ -115,7 +115,7 @@ def test_one_is_killed_in_the_middle_of_a_turn(tmp_path, processes):
         assert running.all[1].returncode == -9
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_coordinator_is_killed(tmp_path):
     """JAX itself ends the others, at once: whichever is first has said who."""
     with Running(tmp_path, 2, 1, "killed", 20, VICTIM="0") as running:

@@ -77,7 +77,7 @@ REST = [(name, page) for name in DRAFTS for page in (1, 4) if (name, page) not i
     ("name", "page"),
     [
         QUICK[0],
-        pytest.param(*QUICK[1], marks=pytest.mark.slow),
+        pytest.param(*QUICK[1], marks=pytest.mark.soak),
         *(pytest.param(*one, marks=pytest.mark.soak) for one in REST),
     ],
 )
@@ -105,6 +105,7 @@ def other_loop(engine):
     return Engine.from_parts(config, engine.model, engine.runner, engine.max_total_tokens)
 
 
+@pytest.mark.soak
 def test_the_model_itself_drafts_right_from_a_cached_prefix(models):
     """Every draft of a greedy request counts, so the draft's cache holds every token, those of cached prefixes too: the
     last draft of a run that counted whole is written with the next step."""

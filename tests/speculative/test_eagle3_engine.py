@@ -194,7 +194,7 @@ def check_drafts(reference, seen, answered):
     assert counted > 5
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_grammars(folder):
     """Rows with grammars beside free ones, drafted under the masks that are known: the tokens of plain decoding, in
     both loops and where drafts are launched before the result in flight is handled."""

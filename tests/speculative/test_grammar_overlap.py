@@ -72,7 +72,7 @@ def test_drafts_are_launched_before_the_result_in_flight_is_waited_for(runner, b
 @pytest.mark.parametrize(
     ("name", "loads"),
     [
-        pytest.param("mixed", 4, marks=pytest.mark.slow),
+        pytest.param("mixed", 4, marks=pytest.mark.soak),
         *(pytest.param(n, 16, marks=pytest.mark.soak) for n in SPECULATORS),
     ],
 )

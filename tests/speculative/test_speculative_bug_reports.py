@@ -36,7 +36,9 @@ def test_h2_retraction_with_a_step_in_flight(page):
     runner.shutdown()
 
 
-@pytest.fixture(scope="module", params=[2, 5, 8])
+@pytest.fixture(
+    scope="module", params=[5, pytest.param(2, marks=pytest.mark.soak), pytest.param(8, marks=pytest.mark.soak)]
+)
 def tokens(request):
     return request.param
 

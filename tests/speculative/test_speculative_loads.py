@@ -78,7 +78,7 @@ def test_random_loads(page, name, loads):
     runner.shutdown()
 
 
-@pytest.mark.parametrize("tokens", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6))])
+@pytest.mark.parametrize("tokens", [4, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 6))])
 @pytest.mark.parametrize(("name", "gain"), [("always", 1), ("never", 0)])
 def test_number_of_forwards(tokens, name, gain):
     """One prefill gives a token, each verify step `tokens` or one; with overlap the step in flight at the end is one
