@@ -55,7 +55,8 @@ def check(engine, cases, at_once):
     return tokens
 
 
-@pytest.mark.parametrize("loop", ["overlap", pytest.param("normal", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["overlap", "normal"])
 def test_all_at_once_with_fewer_slots(parts, loop):
     assert check(engine_on(parts, loop), CASES, len(CASES)) == 831
 

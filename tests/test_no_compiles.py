@@ -68,6 +68,7 @@ def model_dir(tmp_path_factory):
     return str(make_hf_dir(tmp_path_factory.mktemp("tiny"), max_position_embeddings=96))
 
 
+@pytest.mark.slow
 def test_h15_with_everything_that_sampling_offers(model_dir):
     rng = np.random.default_rng(3)
     shared = rng.integers(3, 250, 24).tolist()

@@ -61,6 +61,7 @@ def smollm2(demo_model):
     runner.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.demo
 def test_sixteen_at_once_half_of_them_constrained(smollm2):
     """H7 and H8 on a real model. The free ones' tokens are the reference's, each alone."""
