@@ -1,6 +1,5 @@
 """Ctrl-C while the loop is turned: the call ends, the engine goes on."""
 
-import os
 import signal
 
 import pytest
@@ -18,7 +17,7 @@ def pythons_own_handler():
 
 
 def interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
 
 
 def held_by(*steps):
