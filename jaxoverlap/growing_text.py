@@ -30,7 +30,7 @@ class GrowingText:
     def add(self, ids: Sequence[int]) -> str:
         """Returns the text that these ids have settled, which may be empty."""
         self.ids.extend(ids)
-        if self._read == len(self.ids) or self.ids[-1] in self._byte_ids:
+        if self._read == len(self.ids) or self._ends_in_bytes():
             return ""
         window = self._decode(self.ids[self._begin :])
         if window.endswith(REPLACEMENT):
@@ -45,6 +45,13 @@ class GrowingText:
     def unsettled(self) -> str:
         """The text behind `settled`, as it is with the ids so far."""
         return "" if self._read == len(self.ids) else self._decode(self.ids[self._begin :])[self._known() :]
+
+    def _ends_in_bytes(self) -> bool:
+        """Whether the last text is raw bytes. What has no text, as a special token that is skipped, ends no run."""
+        for at in range(len(self.ids) - 1, self._read - 1, -1):
+            if self.ids[at] in self._byte_ids:
+                return self._decode(self.ids[at:]) == self._decode(self.ids[at : at + 1])
+        return False
 
     def _known(self) -> int:
         """Characters of the context."""

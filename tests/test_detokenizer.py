@@ -63,6 +63,13 @@ def test_byte_fallback_deltas_join_to_the_whole_text(run):
     assert "".join(deltas(FALLBACK, ids, cuts)) == FALLBACK.decode(ids)
 
 
+def test_a_special_token_that_is_skipped_ends_no_run_of_bytes():
+    start = FALLBACK.backend.token_to_id("<s>")
+    ids = [*"世".encode(), start, 0xE4]
+    assert deltas(FALLBACK, ids, [3, 4]) == ["", "", REPLACEMENT * 4]
+    assert deltas(FALLBACK, ids, [3, 4], skip_special_tokens=False) == ["", "世<s>", REPLACEMENT]
+
+
 def test_a_broken_character_inside_is_shown_when_it_is_known_to_be_broken():
     ids = [*b"a", 0xE4, *b"b", 0xE4, 0xB8]
     assert deltas(BYTES, ids, [1, 2, 3, 4, 5]) == ["a", "", REPLACEMENT + "b", "", "", REPLACEMENT]

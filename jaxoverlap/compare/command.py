@@ -24,7 +24,7 @@ from jaxoverlap.cli import (
 )
 from jaxoverlap.compare import against_sglang, runners
 from jaxoverlap.compare.measure import Comparison, all_loops, compare
-from jaxoverlap.compare.report import TIMELINE_STEPS, figures, same_tokens, show
+from jaxoverlap.compare.report import TIMELINE_STEPS, agrees, figures, show
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine import Engine
 from jaxoverlap.progress import bars
@@ -120,8 +120,7 @@ def run(args: argparse.Namespace) -> int:
         data["speculative"] = _speculate(speculating, args, prompts, params, comparison, data)
     _write_timeline(args.timeline, comparison)
     write_json(args, data)
-    equal = same_tokens(data) and data["schedules_equal"] and data.get("speculative", data)["tokens_equal"]
-    return 0 if equal and data.get("speculative", {}).get("same_tokens", True) else 1
+    return 0 if agrees(data) else 1
 
 
 def _with_and_without(args: argparse.Namespace, **defaults: Any) -> tuple[EngineConfig, EngineConfig]:

@@ -90,6 +90,13 @@ def same_tokens(data: dict[str, Any]) -> bool:
     return bool(data["tokens_equal"] or (margin is not None and margin <= MARGIN))
 
 
+def agrees(data: dict[str, Any]) -> bool:
+    """Whether all that was compared is the same: tokens (see `same_tokens`), schedules, and what came of drafts."""
+    drafts = data.get("speculative")
+    same = drafts is None or (drafts["tokens_equal"] and drafts["same_tokens"])
+    return bool(same_tokens(data) and data["schedules_equal"] and same)
+
+
 def verdict(data: dict[str, Any]) -> str:
     """ "tokens equal", or where they part first."""
     d = data["first_difference"]

@@ -10,7 +10,7 @@ from helpers_models import make_hf_dir
 from jaxoverlap import cli
 from jaxoverlap.compare import runners
 from jaxoverlap.compare.measure import Comparison, Run, all_loops, compare
-from jaxoverlap.compare.report import MARGIN, figures, same_tokens, schedule_verdict
+from jaxoverlap.compare.report import MARGIN, agrees, figures, same_tokens, schedule_verdict
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine import Engine
 from jaxoverlap.progress import silent
@@ -121,7 +121,16 @@ def test_schedules_are_compared_loop_by_loop():
     [(True, None, True), (False, None, False), (False, MARGIN, True), (False, MARGIN + 0.01, False)],
 )
 def test_tokens_may_differ_by_rounding_alone(equal, margin, want):
-    assert same_tokens({"tokens_equal": equal, "largest_margin": margin}) is want
+    data = {"tokens_equal": equal, "largest_margin": margin, "schedules_equal": True}
+    assert same_tokens(data) is want
+    assert agrees(data) is want
+    assert agrees({**data, "schedules_equal": False}) is False
+
+
+def test_what_drafts_give_counts_too():
+    data = {"tokens_equal": True, "schedules_equal": True}
+    for loops, without, want in [(True, True, True), (False, True, False), (True, False, False)]:
+        assert agrees({**data, "speculative": {"tokens_equal": loops, "same_tokens": without}}) is want
 
 
 def test_what_cannot_be_compared_is_named(capsys, monkeypatch):
