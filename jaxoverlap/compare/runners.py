@@ -27,6 +27,8 @@ def check(names: Sequence[str], config: EngineConfig) -> None:
         return
     if config.device == "simulated":
         raise ValueError("--runner torch needs a model to compute: a simulated device has none")
+    if config.dp_size > 1:
+        raise ValueError(f"--runner torch compares one rank: dp_size must be 1, not {config.dp_size}")
     if config.schedule_policy == "random" and config.random_seed is None:
         raise ValueError("--runner jax,torch compares schedules: schedule_policy random needs a random_seed")
     if importlib.util.find_spec("torch") is None:

@@ -28,7 +28,7 @@ from jaxoverlap.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 FLOATS = TEMPERATURE, TOP_P, MIN_P = range(3)
 INTS = TOP_K, SEED = range(2)
-NOT_DONE = ("enable_dp_attention", "deterministic", "max_logprobs", "poison_future_map")  # settings
+NOT_DONE = ("deterministic", "max_logprobs", "poison_future_map")  # settings
 NOT_SAMPLED = {  # sampling parameters, and what leaves them off
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,

@@ -138,6 +138,9 @@ def test_what_cannot_be_compared_is_named(capsys, monkeypatch):
     assert "simulated" in capsys.readouterr().err
     assert cli.main(["compare", "--model", "checksum", "--runner", "jax,torch", "--schedule-policy", "random"]) == 1
     assert "random_seed" in capsys.readouterr().err
+    ranks = ["--dp-size", "2", "--enable-dp-attention"]
+    assert cli.main(["compare", "--model", "checksum", "--runner", "jax,torch", *ranks]) == 1
+    assert "dp_size must be 1, not 2" in capsys.readouterr().err
     if importlib.util.find_spec("torch") is not None:
         assert cli.main(["compare", "--model", "checksum", "--runner", "jax,torch", "--deterministic"]) == 1
         assert "deterministic" in capsys.readouterr().err
