@@ -17,7 +17,6 @@ class Layout:
         ends = list(itertools.accumulate((math.prod(s) for s in shapes.values()), initial=0))
         self.spans = {name: (ends[i], ends[i + 1]) for i, name in enumerate(shapes)}
         self.size = ends[-1]
-        self._folded = [name for name, shape in shapes.items() if len(shape) != 1]
 
     def empty(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """A zeroed array and its fields as views. Zeros are padding: slot 0, length 0, page 0 of slot 0."""
@@ -26,7 +25,4 @@ class Layout:
 
     def fields(self, packed: Any) -> dict[str, Any]:
         """Fields of a NumPy array or of a traced one."""
-        fields = {name: packed[a:b] for name, (a, b) in self.spans.items()}
-        for name in self._folded:
-            fields[name] = fields[name].reshape(self.shapes[name])
-        return fields
+        return {name: packed[a:b].reshape(self.shapes[name]) for name, (a, b) in self.spans.items()}

@@ -160,8 +160,7 @@ class JaxRunner:
             raise ValueError(f"launch {launch.number} needs the cut programs: make the runner with cut=True")
         program = self._programs[f"forward_{bucket.name}" if cut else bucket.name]
         page_writes = self._write_pages_ahead(launch, bucket.writes)
-        if launch.mode.is_extend:
-            self._write_adjustments(launch)
+        self._write_adjustments(launch)
         packed = pack_step(program.layout, launch, page_writes, self._script)
         handle = Handle(launch, bucket)
         if not cut:
