@@ -43,7 +43,7 @@ print(memory.rise)
 
 
 def test_memory_that_was_given_back_counts():
-    # in a process of its own: here other tests' threads give back memory of theirs meanwhile
+    # in a process of its own, where nothing else allocates or gives back
     told = subprocess.run([sys.executable, "-c", GIVEN_BACK], capture_output=True, text=True, check=True).stdout.strip()
     if told == "None":
         pytest.skip("this system does not tell")
