@@ -297,13 +297,14 @@ class Engine:
             trace.host, trace.device = done.host, done.device
 
     def shutdown(self) -> None:
-        """Ends every request and gives the device's memory back. Later calls raise EngineError; twice is once."""
-        if self._loop.failure is None:
-            if self._loop.is_paused:
-                self.continue_generation()
-            self.abort(abort_all=True)
-            self.wait_idle()
-            with self._control:
+        """Ends every request and gives the device's memory back. Calls that come meanwhile or later raise EngineError;
+        twice is once."""
+        with self._control, self._submitter.lock:
+            if self._loop.failure is None:
+                if self._loop.is_paused:
+                    self.continue_generation()
+                self.abort(abort_all=True)
+                self.wait_idle()
                 self._loop.end("the engine was shut down")
         if self._owned_runner is not None:
             self._owned_runner.shutdown()

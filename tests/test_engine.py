@@ -535,6 +535,31 @@ def test_seeds_follow_random_seed():
     assert seeds(None) != seeds(None)
 
 
+def test_shutdown_does_not_wait_for_what_comes_later():
+    """New requests may not keep it from ending: of 50 ones that come while it waits for the others, none runs."""
+    engine = host_engine()
+    errors, wait_idle = [], engine.wait_idle
+
+    def late():
+        with pytest.raises(EngineError, match="shut down"):
+            engine.generate(input_ids=[5], sampling_params=params(20))
+        errors.append(1)
+
+    threads = [threading.Thread(target=late) for _ in range(50)]
+
+    def wait_with_company():
+        for thread in threads:
+            thread.start()
+        wait_idle()
+
+    engine.wait_idle = wait_with_company
+    engine.shutdown()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 50
+    assert engine.runner.launches == []
+
+
 def test_shutdown_while_others_generate():
     for _ in range(5):
         engine = host_engine()

@@ -16,6 +16,21 @@ def check_range(launch: Launch, what: str, values: np.ndarray, limit: int) -> No
         )
 
 
+class SlotRange:
+    """Checks that launches name slots below `rows`, each array of slots once: a launch's arrays are never rewritten,
+    and a batch that stands still brings the same one again."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._checked: np.ndarray | None = None
+
+    def check(self, launch: Launch) -> None:
+        """Raises ValueError naming what is out of range."""
+        if launch.slots is not self._checked:
+            check_range(launch, "slot", launch.slots, self._rows)
+            self._checked = launch.slots
+
+
 def raise_faults(launch: Launch, faults: np.ndarray) -> None:
     for row in np.flatnonzero(faults != FAULT_NONE):
         slot = int(launch.slots[row])

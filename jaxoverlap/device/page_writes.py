@@ -14,7 +14,6 @@ class PageWrites:
     twice (debug)."""
 
     def __init__(self, rows: int, entries: int, pages: int, distinct: bool) -> None:
-        self.rows = rows
         self._limits = np.array([[rows], [entries], [pages]], np.uint32)
         self._distinct = distinct
 

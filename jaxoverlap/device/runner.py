@@ -16,7 +16,7 @@ from jaxoverlap.device import fetching
 from jaxoverlap.device.adjustments import launch_adjustments
 from jaxoverlap.device.buckets import Bucket, Buckets
 from jaxoverlap.device.handle import Handle
-from jaxoverlap.device.launch_checks import check_range, raise_faults
+from jaxoverlap.device.launch_checks import SlotRange, raise_faults
 from jaxoverlap.device.logprobs import launch_details
 from jaxoverlap.device.packing import (
     next_packed,
@@ -83,6 +83,7 @@ class JaxRunner:
             raise ValueError(f"max_logprobs {self.max_logprobs} is above the vocabulary of {vocab_size} ids")
         self._cut = cut or self.max_logprobs > 0
         self._script, self._poison = script, config.poison_future_map
+        self._slot_range = SlotRange(self._rows)
         self._page_writes = PageWrites(self._rows, self._table_pages, self.num_pages + 1, self._poison)
         self._speculator = speculator
         self._resident: _Resident | None = None
@@ -149,7 +150,7 @@ class JaxRunner:
         range, RuntimeError after `shutdown`."""
         (launch,) = launches
         bucket = self._bucket(launch)
-        check_range(launch, "slot", launch.slots, self._rows)
+        self._slot_range.check(launch)
         with_details = launch.output_details or launch.input_spans is not None
         if with_details and not self.max_logprobs:
             raise ValueError(f"launch {launch.number} wants details of log-probabilities, but max_logprobs is 0")

@@ -15,7 +15,7 @@ from jaxoverlap.core import Launch, Sample, StepResult
 from jaxoverlap.device import fetching
 from jaxoverlap.device.adjustments import launch_adjustments
 from jaxoverlap.device.buckets import Bucket, Buckets
-from jaxoverlap.device.launch_checks import check_range, raise_faults
+from jaxoverlap.device.launch_checks import SlotRange, raise_faults
 from jaxoverlap.device.packing import pack_pages, pack_sample, pack_step, unpack_outputs
 from jaxoverlap.device.page_writes import PageWrites
 from jaxoverlap.device.parameters import Parameters
@@ -89,6 +89,7 @@ class RankRunner:
         self._eos_token_ids = tuple(model.config.eos_token_ids)
         rows = config.max_running_requests + 1
         pages = -(-context_length // config.page_size)
+        self._slot_ranges = [SlotRange(rows) for _ in mesh.local]
         self._page_writes = PageWrites(rows, pages, self.num_pages + 1, config.poison_future_map)
         num_locs = (self.num_pages + 1) * config.page_size
         states = []
@@ -151,8 +152,8 @@ class RankRunner:
         cut = launches[0].is_grammar_in_batch
         if cut and not self._cut:
             raise ValueError(f"launch {launches[0].number} needs the cut programs: make the runner with cut=True")
-        for launch in launches:
-            check_range(launch, "slot", launch.slots, self._page_writes.rows)
+        for slot_range, launch in zip(self._slot_ranges, launches):
+            slot_range.check(launch)
         program = self._programs[f"forward_{bucket.name}" if cut else bucket.name]
         ahead, rest = zip(*(self._page_writes.split(launch, bucket.writes) for launch in launches))
         self._write("write_pages", [[pack_pages(writes) for writes in some] for some in ahead])

@@ -330,8 +330,10 @@ def test_bad_launches_are_refused(runner):
     with pytest.raises(ValueError, match="a prefill launch of 33 tokens is above the largest, 32"):
         d.launch([(1, 33)])
     d = Driver(runner)
-    d.start(5, make_request([1]))
-    with pytest.raises(ValueError, match=r"launch 1: slot must be at least 0 and below 5, not 5 to 5"):
+    for slot in (1, 5):
+        d.start(slot, make_request([1]))
+    d.launch([(1, 1)])  # one in range vouches for no other
+    with pytest.raises(ValueError, match=r"launch 2: slot must be at least 0 and below 5, not 5 to 5"):
         d.launch([(5, 1)])
     for write, name in [((5, 0, 1), "slot"), ((1, 96, 1), "index"), ((1, 0, 385), "page"), ((1, 0, -1), "page")]:
         d = Driver(runner)
