@@ -36,7 +36,7 @@ def engine_on(runner, loop="overlap", max_total_tokens=TOTAL, **settings):
     return Engine.from_parts(config, model_of(module=ChecksumModel(), context_length=CONTEXT), runner, max_total_tokens)
 
 
-@pytest.fixture(scope="module", params=[1, 4], ids=["page1", "page4"])
+@pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.slow)], ids=["page1", "page4"])
 def runner(request):
     runner = make_runner(page_size=request.param, chunked_prefill_size=32, poison_future_map=True)
     runner.page_size = request.param

@@ -19,13 +19,23 @@ pytestmark = pytest.mark.demo
 
 @pytest.fixture(scope="module")
 def parts(demo_model):
+    yield from loaded(demo_model, SLOTS, 128)
+
+
+@pytest.fixture(scope="module")
+def small(demo_model):
+    """With fewer programs to compile."""
+    yield from loaded(demo_model, 4, 32)
+
+
+def loaded(demo_model, slots, chunk):
     config = EngineConfig(
         model_path=str(demo_model),
         dtype="float32",
         context_length=160,
-        max_total_tokens=2560,
-        max_running_requests=SLOTS,
-        chunked_prefill_size=128,
+        max_total_tokens=160 * slots,
+        max_running_requests=slots,
+        chunked_prefill_size=chunk,
         grammar_backend="none",
     )
     model, runner, total = load(config)
@@ -51,7 +61,7 @@ def check(engine, cases, at_once):
             assert result["output_ids"] == case["output_ids"], case["prompt"]
             tokens += len(result["output_ids"])
     engine.wait_idle()
-    assert engine.metrics()["free_slots"] == SLOTS
+    assert engine.metrics()["free_slots"] == engine.config.max_running_requests
     return tokens
 
 
@@ -62,9 +72,9 @@ def test_all_at_once_with_fewer_slots(parts, loop):
 
 
 @pytest.mark.parametrize(("loop", "at_once"), [("overlap", 1), ("normal", 1), ("overlap", 4), ("normal", 4)])
-def test_a_few(parts, loop, at_once):
+def test_a_few(small, loop, at_once):
     some = CASES[: max(2, at_once)]
-    assert check(engine_on(parts, loop), some, at_once) == sum(len(c["output_ids"]) for c in some)
+    assert check(engine_on(small, loop), some, at_once) == sum(len(c["output_ids"]) for c in some)
 
 
 @pytest.mark.slow
@@ -74,8 +84,8 @@ def test_all(parts, loop, at_once):
     assert check(engine_on(parts, loop), CASES, at_once) == 831
 
 
-def test_text_and_logprobs(parts):
-    engine = engine_on(parts, "overlap")
+def test_text_and_logprobs(small):
+    engine = engine_on(small, "overlap")
     case = CASES[0]
     assert case["chat"]
     result = engine.chat([{"role": "user", "content": case["prompt"]}], GREEDY, return_logprob=True)

@@ -386,7 +386,7 @@ def test_an_engine_that_is_shut_down(models):
         engine.update_weights(models[1])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3 moe, dense layers"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3 moe, dense layers", marks=pytest.mark.slow)])
 def test_qwen3_in_bfloat16(tmp_path, family):
     """Directories are cast to the served dtype; arrays must have it."""
     sizes = {**CASES[family], "dtype": "bfloat16"}

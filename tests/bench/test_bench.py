@@ -83,6 +83,7 @@ def tiny(tmp_path_factory):
     return make_hf_dir(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.mark.slow
 def test_offline(capsys, tiny):
     flags = "--batch 2 --requests 5 --turns 6 --skip-warmup --dtype float32"
     x = run(capsys, f"offline --model {tiny} {flags}")["offline"]["batches"]["2"]

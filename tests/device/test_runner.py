@@ -26,7 +26,7 @@ def runner():
     runner.shutdown()
 
 
-@pytest.fixture(scope="module", params=[1, 4])
+@pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.slow)])
 def paged_runner(request):
     runner = make_runner(page_size=request.param, poison_future_map=True)
     runner.warm_up()

@@ -13,7 +13,7 @@ ORACLE = ChecksumConfig().oracle
 PAGE = 16
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["", "poison"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "poison"])
 def runner(request):
     runner = make_runner(page_size=PAGE, poison_future_map=request.param)
     runner.warm_up()

@@ -26,7 +26,7 @@ SAMPLING = [
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 4], ids=["page1", "page4"])
+@pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.slow)], ids=["page1", "page4"])
 def engines(request, tmp_path_factory):
     """Engines by loop, over one runner with one decode and one extend shape."""
     page = request.param

@@ -78,6 +78,7 @@ def test_a_hundred_random_loads(tmp_path, processes, local):
     check_loads(tmp_path, processes, local, 100)
 
 
+@pytest.mark.slow
 def test_every_process_calls_generate(tmp_path):
     """With prompts of its own, or none; all return when all are done."""
     with Running(tmp_path, 2, 1, "engine", 3) as running:
@@ -122,6 +123,7 @@ def test_the_coordinator_is_killed(tmp_path):
         check_ends(running, 0, r"rank 0 \(process 0\) is gone|leader task|task 0")
 
 
+@pytest.mark.slow
 def test_an_exception_in_one_ranks_turn(tmp_path):
     with Running(tmp_path, 2, 2, "raises", 20, VICTIM="1") as running:
         status, stderr = running.end(1, 120)

@@ -59,6 +59,7 @@ def check_loads(runner, seeds):
     assert delayed > 0
 
 
+@pytest.mark.slow
 def test_a_hundred_random_loads(runners):
     check_loads(runners[4], range(100))
     check_loads(runners[2], range(100, 110))

@@ -111,6 +111,7 @@ def test_the_same_answers_as_alone(tmp_path, name, sizes):
             np.testing.assert_allclose(told, logprobs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_other_weights_in_flight(tmp_path):
     """Engine.update_weights: each rank takes its share, and nothing is compiled."""
     first, second = (make_hf_dir(tmp_path / str(seed), seed=seed, **MODELS["qwen3, tied"]) for seed in (0, 1))
