@@ -68,7 +68,11 @@ def tiny(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"max_total_tokens": 384}, {"max_total_tokens": 64, "page_size": 4}, {"enable_mixed_chunk": True}],
+    [
+        pytest.param({"max_total_tokens": 384}, marks=pytest.mark.slow),
+        {"max_total_tokens": 64, "page_size": 4},
+        pytest.param({"enable_mixed_chunk": True}, marks=pytest.mark.slow),
+    ],
     ids=["", "page4-retracts", "mixed"],
 )
 def test_tiny_model(tiny, settings):
@@ -89,7 +93,7 @@ def test_tiny_model(tiny, settings):
             assert metrics["retracted"] > 0
 
 
-@pytest.mark.parametrize("kernels", ["xla", "interpret"])
+@pytest.mark.parametrize("kernels", ["xla", pytest.param("interpret", marks=pytest.mark.slow)])
 def test_experts(tmp_path, kernels):
     """What other tokens choose changes the order in which the experts' products are computed, and no bit of them."""
     moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2}
@@ -101,7 +105,7 @@ def test_experts(tmp_path, kernels):
 
 def test_without_it_shapes_differ(tiny):
     """The default runs of the same load have other shapes, so that bits may differ: what the setting is for."""
-    with Engine(model_path=tiny, grammar_backend="none", **TINY) as engine:
+    with Engine(model_path=tiny, grammar_backend="none", skip_warmup=True, **TINY) as engine:
         assert len(engine.runner.buckets.decode) > 1
 
 

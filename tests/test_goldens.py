@@ -77,9 +77,8 @@ def test_a_few(small, loop, at_once):
     assert check(engine_on(small, loop), some, at_once) == sum(len(c["output_ids"]) for c in some)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["overlap", "normal"])
-@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.soak)])
 def test_all(parts, loop, at_once):
     assert check(engine_on(parts, loop), CASES, at_once) == 831
 

@@ -67,6 +67,7 @@ def check(call, result):
 
 
 @pytest.mark.parametrize("loop", ["overlap", "normal"])
+@pytest.mark.slow
 def test_h15_serving_recompile(runner, loop):
     compiles = []
 

@@ -41,7 +41,11 @@ def left_behind():
     return {t.__name__: sum(type(o) is t for o in gc.get_objects()) for t in KEPT}
 
 
-@pytest.mark.parametrize("off", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.soak)], ids=["overlap", "normal"])
+@pytest.mark.parametrize(
+    "off",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.soak)],
+    ids=["overlap", "normal"],
+)
 def test_no_request_or_launch_stays_behind(off):
     before = left_behind()
     rng = np.random.default_rng(0)

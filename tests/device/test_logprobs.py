@@ -212,6 +212,7 @@ def test_a_step_is_ready_when_its_details_are(runner):
     assert not runner.is_ready(launched[1])
 
 
+@pytest.mark.slow
 def test_the_host_is_ahead_of_a_slow_device():
     """By order: launches return while the step before runs, and a result is taken while the next one runs."""
     turns = 60 if jax.default_backend() == "cpu" else 6000

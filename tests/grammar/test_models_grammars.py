@@ -112,6 +112,7 @@ def tiny(tmp_path_factory):
     return make_hf_dir(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.mark.slow
 def test_chat_with_a_response_format(tiny):
     overlap, normal = constrained_chat(tiny, skip_warmup=True, dtype="float32")
     assert overlap == normal

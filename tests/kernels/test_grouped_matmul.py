@@ -33,9 +33,11 @@ def product(x, weights, counts):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", COUNTS)
-@pytest.mark.parametrize(("depth", "width"), [(64, 128), (40, 24), (200, 70), (3, 1)])
+@pytest.mark.parametrize(
+    ("depth", "width"), [pytest.param(64, 128, marks=pytest.mark.slow), (40, 24), (200, 70), (3, 1)]
+)
 def test_equals_float64(name, depth, width, dtype, implementation):
     x, weights, counts = arrays(COUNTS[name], depth, width, dtype)
     got = jax.jit(grouped_matmul, static_argnames="implementation")(x, weights, counts, implementation=implementation)

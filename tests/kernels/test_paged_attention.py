@@ -91,7 +91,7 @@ def decode(rng, lens, page_size, heads, kv_heads, dim, dtype, implementation, **
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 @pytest.mark.parametrize(("page_size", "heads", "kv_heads", "dim"), SHAPES)
 def test_decode(implementation, dtype, page_size, heads, kv_heads, dim):
     rng = np.random.default_rng(dim)
@@ -126,12 +126,17 @@ def test_parts_fill_the_device_and_no_more(rows, kv_heads, context):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    ("page_size", "dtype", "dim"), [(1, jnp.float32, 8), (16, jnp.bfloat16, 64), (5, jnp.float32, 80)]
+    ("page_size", "dtype", "dim"),
+    [
+        pytest.param(1, jnp.float32, 8, marks=pytest.mark.slow),
+        (16, jnp.bfloat16, 64),
+        (5, jnp.float32, 80),
+    ],
 )
 @pytest.mark.parametrize(
     "rows",  # (cached prefix, tokens of this step)
     [
-        [(0, 1)],
+        pytest.param([(0, 1)], marks=pytest.mark.slow),
         [(0, 70)],
         [(33, 7), (0, 20), (12, 1), (0, 0)],
         [(5, 1), (16, 16), (31, 1), (15, 17), (0, 0), (0, 0)],

@@ -237,6 +237,7 @@ def paged_context(pages, starts, lens, page_size, num_locs):
 
 
 @pytest.mark.demo
+@pytest.mark.slow
 def test_goldens_teacher_forced(demo_model):
     """All 20 prompts with their answers in one batch: each next token and its log-probability as torch gave them."""
     loaded = registry.load(EngineConfig(model_path=str(demo_model), dtype="float32"))

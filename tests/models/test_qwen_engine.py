@@ -16,7 +16,10 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "max_new_tokens": 6, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3 moe, dense layers", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3 moe", "qwen2"))])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3", "qwen3 moe, dense layers", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3 moe", "qwen2"))],
+)
 def test_overlap_changes_no_token(tmp_path, name):
     directory = make_hf_dir(tmp_path, **CASES[name])
     config = EngineConfig(

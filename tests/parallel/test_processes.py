@@ -108,8 +108,9 @@ def check_ends(running, victim, names, within=30.0):
             assert re.search(names, stderr), stderr[-3000:]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "processes", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.soak)]
+)
 def test_one_is_killed_in_the_middle_of_a_turn(tmp_path, processes):
     with Running(tmp_path, processes, 1, "killed", 20, VICTIM="1") as running:
         check_ends(running, 1, r"rank 1 \(process 1\) is gone")

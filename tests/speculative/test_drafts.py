@@ -76,7 +76,7 @@ REST = [(name, page) for name in DRAFTS for page in (1, 4) if (name, page) not i
 @pytest.mark.parametrize(
     ("name", "page"),
     [
-        QUICK[0],
+        pytest.param(*QUICK[0], marks=pytest.mark.slow),
         pytest.param(*QUICK[1], marks=pytest.mark.soak),
         *(pytest.param(*one, marks=pytest.mark.soak) for one in REST),
     ],

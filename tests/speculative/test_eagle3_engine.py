@@ -146,7 +146,6 @@ def plain(folder):
     ("page", "seeds"),
     [
         (4, [0]),
-        pytest.param(1, [0], marks=pytest.mark.slow),
         *(pytest.param(page, range(1, 13), marks=pytest.mark.soak) for page in (1, 4)),
     ],
 )

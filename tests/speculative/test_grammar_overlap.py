@@ -54,6 +54,7 @@ def order_of(runner, backend, **settings):
     return notes, served.metrics()["overlap_disabled"]
 
 
+@pytest.mark.slow
 def test_drafts_are_launched_before_the_result_in_flight_is_waited_for(runner, backend):
     """Launch N, wait for N-1, ask for the drafts of N, score N; by default the wait comes first."""
     for overlaps in (False, True):

@@ -13,7 +13,7 @@ TEXT = b"def fibonacci(n): return n if n < 2 else fibonacci(n - 1)"
 BYTES = ChecksumConfig(vocab_size=272, offset=32, span=95, eos_token_ids=(256,))
 
 
-@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_h2_retraction_with_a_step_in_flight(page):
     runner = make_runner(NgramSpeculator(4), total=80, page_size=page)
     for loop in ("overlap", "normal"):
