@@ -28,6 +28,12 @@ class Handle:
         self.outputs = outputs
         fetching.start(outputs.fetched)
 
+    def is_ready(self) -> bool:
+        """Whether it is sampled and done; asked several times a turn while tracing is on."""
+        if self.outputs is None or not self.outputs.fetched.is_ready():  # type: ignore[attr-defined]
+            return False
+        return self.details is None or all(x.is_ready() for x in self.details.arrays)  # type: ignore[attr-defined]
+
     def arrays(self) -> list[jax.Array]:
         """What has been launched, as far as it goes back to the host; of a launch not sampled yet its logits."""
         if self.outputs is not None:

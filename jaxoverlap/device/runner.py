@@ -212,7 +212,7 @@ class JaxRunner:
         return fetching.fetch(handle.drafts)[:, : len(handle.launch.slots)].T
 
     def is_ready(self, handle: Handle) -> bool:
-        return handle.outputs is not None and all(x.is_ready() for x in handle.arrays())  # type: ignore[attr-defined]
+        return handle.is_ready()
 
     def is_forward_ready(self, handle: Handle) -> bool:
         """Of a launch with `delay_sample` that waits for its sampling: whether the device has nothing left to do."""

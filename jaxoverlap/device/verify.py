@@ -10,6 +10,7 @@ keeps the distribution alone. Drafts that are sampled use the same noise, which 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ Weights = tuple[jax.Array, ...]
 Cache = tuple[jax.Array, ...]
 
 
-class Speculator:
+class Speculator(ABC):
     """How a verify step drafts; traced into the programs. `weights` are the draft's, `draft` a model of its own, if
     there is one."""
 
@@ -43,9 +44,9 @@ class Speculator:
         """Takes note of a prefill."""
         return state
 
+    @abstractmethod
     def propose(self, step: VerifyStep, weights: Weights, state: State) -> tuple[jax.Array, State]:
         """Drafts int32 [num_draft_tokens - 1, B] of the tokens behind `step.bonus`."""
-        raise NotImplementedError
 
     def scored(self, step: VerifyStep, weights: Weights, state: State, scores: Scores) -> State:
         """Takes note of what a verify step scored."""

@@ -22,6 +22,7 @@ def tiny(tmp_path_factory):
     return make_hf_dir(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_row_decodes_what_the_engine_does(capsys, tiny):
     pytest.importorskip("torch", reason="needs torch")

