@@ -14,6 +14,8 @@ from jaxoverlap.device.compile_cache import enable_compilation_cache
 from jaxoverlap.kernels.backend import TRITON_DEPRECATED
 from jaxoverlap.paths import cache_dir
 
+LITTLE_OPTIMIZED = "jax_disable_most_optimizations"
+
 
 def pytest_configure() -> None:
     jax.config.update("jax_num_cpu_devices", 4)  # for the ranks of tests/parallel, before JAX starts
@@ -28,9 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compilation_cache() -> None:
-    """Programs compiled by one test, or by an earlier run, serve the others."""
+def compilation() -> None:
+    """Programs compiled by one test, or by an earlier run, serve the others. On a CPU most of the suite's time is spent
+    compiling, so LLVM optimizes little there, unless JAX's own variable says otherwise."""
     enable_compilation_cache(cache_dir() / "compiled")
+    if jax.default_backend() == "cpu" and LITTLE_OPTIMIZED.upper() not in os.environ:
+        jax.config.update(LITTLE_OPTIMIZED, True)
 
 
 @pytest.fixture(scope="session")
