@@ -31,9 +31,11 @@ def kv_write(
     for name, new in (("k", k), ("v", v)):
         check_shape(name, new, (locs.shape[0], *keys.shape[1:]))
     if implementation == "xla":
-        at = jnp.where(locs < 0, keys.shape[0], locs)
-        keys = keys.at[at].set(k.astype(keys.dtype), mode="drop")
-        return keys, values.at[at].set(v.astype(values.dtype), mode="drop")
+        keys, values = (
+            cache.at[locs].set(new.astype(cache.dtype), mode="drop", wrap_negative_indices=False)
+            for cache, new in ((keys, k), (values, v))
+        )
+        return keys, values
     size, heads, dim = keys.shape
     width = heads * dim
     lanes = min(_LANES, pl.next_power_of_2(width))
