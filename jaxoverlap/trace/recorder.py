@@ -8,19 +8,24 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from jaxoverlap.core import Drafts, ForwardMode, Launch, Launches, Runner, Sample, Samples, Sync, Turn, Wait
+from jaxoverlap.core import (
+    Drafts,
+    ForwardMode,
+    Launch,
+    Launches,
+    Runner,
+    Sample,
+    Samples,
+    StepResult,
+    Sync,
+    Turn,
+    Wait,
+)
 from jaxoverlap.driver import Driver
 from jaxoverlap.trace.events import Trace
 from jaxoverlap.trace.read import ASK, CAUSE, COMPILED, END, FORWARD, GAINED, MARK, READY, SPANS, STREAM, TURN, read
 
-KINDS: dict[type, str] = {
-    Launch: "launch",
-    Launches: "launch",
-    Sample: "sample",
-    Samples: "sample",
-    Wait: "wait",
-    Drafts: "wait",
-}
+RESOLUTION = 50e-6  # seconds
 ANNOTATIONS: dict[type, tuple[str, ...]] = {
     Launch: ("run_batch",),
     Launches: ("run_batch",),
@@ -36,97 +41,130 @@ class Recorder(Driver):
 
     A runner that knows when its steps ran says so in `device_spans(handle)`. Another one's steps end when they are
     first seen ready: at the end of the wait for them, or where the host was busy, at the end of the part of the turn in
-    which they became ready. So do forwards whose sampling is delayed, of a runner with `is_forward_ready(handle)`. No
-    thread is started for it: one that wakes at every step costs more than a turn.
+    which they became ready; parts that end less than RESOLUTION after a look are not looked at. So do forwards whose
+    sampling is delayed, of a runner with `is_forward_ready(handle)`. No thread is started for it: one that wakes at
+    every step costs more than a turn.
     """
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
         self._log: list[Any] = []  # flat, since a turn must not wait for objects to be made; see read.py
+        self._note = self._log.extend
         self._tells_spans = hasattr(runner, "device_spans")
         self._tells_compiles = hasattr(runner, "compiles")
         self._tells_forwards = hasattr(runner, "is_forward_ready")
+        self._compiles: int = runner.compiles if self._tells_compiles else 0  # type: ignore[attr-defined]
         self._in_flight: deque[tuple[int, Any]] = deque()  # launches not seen ready yet, of a runner without spans
         self._forward: tuple[int, Any] | None = None  # the one that waits for its sampling, while it is not seen ready
+        self._looked = 0.0  # when it was last looked whether they are ready
         self._told = 0  # number of the last launch whose spans the device has told
+        self._answered: dict[type, Callable[[Any, Any, float, float], None]] = {
+            Launch: self._launched,
+            Launches: self._all_launched,
+            Sample: self._sampled,
+            Samples: self._all_sampled,
+            Wait: self._waited,
+            Drafts: self._drafted,
+            Sync: self._synced,
+        }
 
     def trace(self) -> Trace:
         return read(self._log)
 
     def turn(self, turn: Turn) -> None:
-        clock, note = time.perf_counter, self._log.extend
-        ask: Any
+        clock, send, note, answered = time.perf_counter, turn.send, self._note, self._answered
         answer: Any = None
         note((TURN, clock()))
         try:
             while True:
                 try:
-                    ask = turn.send(answer)
+                    ask = send(answer)
                 except StopIteration:
                     note((END, clock()))
                     return
                 asked = clock()
-                if self._in_flight:
-                    self._poll(asked)
-                compiles = self.runner.compiles if self._tells_compiles else 0  # type: ignore[attr-defined]
+                if self._in_flight and type(ask) is not Wait:  # which says itself when its step was ready
+                    self._look(asked)
                 answer = self.answer(ask)
-                done = clock()
-                kind = type(ask)
-                if kind is Sync:
-                    note((ASK, "sync", asked, done, 0, None, 0))
-                    continue
-                if kind is Launches or kind is Samples:  # the ranks' steps are one
-                    launches, handle = _launches(ask), answer and answer[0]
-                    launch, rows = launches[0], sum(len(x.requests) for x in launches)
-                    delays = any(x.delay_sample for x in launches)
-                else:
-                    launch, handle = ask if kind is Launch else ask.launch, answer
-                    rows, delays = len(launch.requests), launch.delay_sample
-                mode = launch.mode if launch.global_num_tokens is None else _mode(launch)
-                note((ASK, KINDS[kind], asked, done, launch.number, mode, rows))
-                if self._tells_compiles and self.runner.compiles != compiles:  # type: ignore[attr-defined]
-                    note((COMPILED, launch.number))
-                if kind is Wait and answer.accept_lens is not None:
-                    note((GAINED, launch.number, int(answer.accept_lens.sum())))
-                if self._tells_spans:
-                    if kind is Wait and launch.number != self._told:
-                        note((SPANS, launch.number, self.runner.device_spans(ask.handle)))  # type: ignore[attr-defined]
-                        self._told = launch.number
-                elif kind is Launch or kind is Launches:
-                    self._in_flight.append((launch.number, handle))
-                    if self._tells_forwards and delays:
-                        self._forward = launch.number, handle
-                    self._poll(done)
-                elif kind is Sample or kind is Samples:
-                    self._forward = None
-                elif kind is Wait:
-                    self._waited(launch.number, done)
+                answered[type(ask)](ask, answer, asked, clock())
         finally:
             turn.close()
 
     def mark(self, part: str) -> None:
         now = time.perf_counter()
-        self._log.extend((MARK, part, now))
-        if self._in_flight:
-            self._poll(now)
+        self._note((MARK, part, now))
+        if self._in_flight and now - self._looked > RESOLUTION:
+            self._look(now)
 
     def cause(self, cause: str) -> None:
-        self._log.extend((CAUSE, cause))
+        self._note((CAUSE, cause))
 
     def stream(self, begin: float, end: float) -> None:
-        self._log.extend((STREAM, begin, end))
+        self._note((STREAM, begin, end))
 
-    def _poll(self, now: float) -> None:
+    def _launched(self, launch: Launch, handle: Any, asked: float, done: float) -> None:
+        mode = launch.mode if launch.global_num_tokens is None else _mode(launch)
+        self._note((ASK, "launch", asked, done, launch.number, mode, len(launch.requests)))
+        self._follow(launch.number, handle, launch.delay_sample)
+
+    def _all_launched(self, ask: Launches, handles: list[Any], asked: float, done: float) -> None:
+        """The ranks' steps are one."""
+        self._note_all("launch", ask.launches, asked, done)
+        delays = any(launch.delay_sample for launch in ask.launches)
+        self._follow(ask.launches[0].number, handles[0], delays)
+
+    def _follow(self, number: int, handle: Any, delays: bool) -> None:
+        if self._tells_compiles and self.runner.compiles != self._compiles:  # type: ignore[attr-defined]
+            self._compiles = self.runner.compiles  # type: ignore[attr-defined]
+            self._note((COMPILED, number))
+        if self._tells_spans:
+            return
+        self._in_flight.append((number, handle))
+        if delays and self._tells_forwards:
+            self._forward = number, handle
+
+    def _sampled(self, ask: Sample, _: Any, asked: float, done: float) -> None:
+        launch = ask.launch
+        self._note((ASK, "sample", asked, done, launch.number, _mode(launch), len(launch.requests)))
+        self._forward = None
+
+    def _all_sampled(self, ask: Samples, _: Any, asked: float, done: float) -> None:
+        self._note_all("sample", [sample.launch for sample in ask.samples], asked, done)
+        self._forward = None
+
+    def _waited(self, ask: Wait, result: StepResult, asked: float, done: float) -> None:
+        launch = ask.launch
+        number = launch.number
+        mode = launch.mode if launch.global_num_tokens is None else _mode(launch)
+        self._note((ASK, "wait", asked, done, number, mode, len(launch.requests)))
+        if result.accept_lens is not None:
+            self._note((GAINED, number, int(result.accept_lens.sum())))
+        if self._tells_spans and number != self._told:
+            self._note((SPANS, number, self.runner.device_spans(ask.handle)))  # type: ignore[attr-defined]
+            self._told = number
+        self._looked = done  # what follows in flight has just begun
+        while self._in_flight and self._in_flight[0][0] <= number:
+            self._note((READY, self._in_flight.popleft()[0], done))
+
+    def _drafted(self, ask: Drafts, _: Any, asked: float, done: float) -> None:
+        launch = ask.launch
+        self._note((ASK, "wait", asked, done, launch.number, _mode(launch), len(launch.requests)))
+
+    def _synced(self, ask: Sync, facts: Any, asked: float, done: float) -> None:
+        self._note((ASK, "sync", asked, done, 0, None, 0))
+
+    def _note_all(self, kind: str, launches: list[Launch], asked: float, done: float) -> None:
+        rows = sum(len(launch.requests) for launch in launches)
+        self._note((ASK, kind, asked, done, launches[0].number, _mode(launches[0]), rows))
+
+    def _look(self, now: float) -> None:
+        self._looked = now
         in_flight, is_ready = self._in_flight, self.runner.is_ready
         while in_flight and is_ready(in_flight[0][1]):
-            self._log.extend((READY, in_flight.popleft()[0], now))
+            self._note((READY, in_flight.popleft()[0], now))
         if self._forward is not None and self.runner.is_forward_ready(self._forward[1]):  # type: ignore[attr-defined]
-            self._log.extend((FORWARD, self._forward[0], now))
+            self._note((FORWARD, self._forward[0], now))
             self._forward = None
-
-    def _waited(self, number: int, now: float) -> None:
-        while self._in_flight and self._in_flight[0][0] <= number:
-            self._log.extend((READY, self._in_flight.popleft()[0], now))
 
 
 class Annotator(Recorder):
@@ -177,10 +215,8 @@ class Annotator(Recorder):
                 return
 
 
-def _launches(ask: Launches | Samples) -> list[Launch]:
-    return ask.launches if isinstance(ask, Launches) else [sample.launch for sample in ask.samples]
-
-
 def _mode(launch: Launch) -> ForwardMode:
-    """Of a step that all ranks share."""
+    """Of a step that all ranks share, what any of them does."""
+    if launch.global_num_tokens is None:
+        return launch.mode
     return ForwardMode.EXTEND if launch.is_extend_in_batch else ForwardMode.DECODE
