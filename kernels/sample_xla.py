@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -74,67 +73,43 @@ def _draw(logits: jax.Array, params: RowParams, positions: jax.Array, greedy: ja
 
 
 def _kept(scaled: jax.Array, params: RowParams, greedy: jax.Array) -> jax.Array:
-    """bool [B, V]. The loops run only if a row needs them; what a row gets does not depend on that."""
+    """bool [B, V]. The search runs only if a row needs it; what a row gets does not depend on that."""
     vocab = scaled.shape[1]
     relative = scaled - scaled.max(-1, keepdims=True)
     weights = jnp.exp(relative)  # probabilities over the largest one
-    kept = (relative > -jnp.inf) & (weights >= params.min_p[:, None])
-    order = _ordered(scaled)
-    lowest = jnp.full(order.shape[:1], _LOWEST)
     by_k = (params.top_k > 0) & (params.top_k < vocab) & ~greedy
     by_p = (params.top_p < 1.0) & ~greedy
     limit_k = jnp.where(by_k, params.top_k, vocab + 1)
     limit_p = jnp.where(by_p, params.top_p * weights.sum(-1), jnp.inf)
-
-    def before(cut: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Number and weight of the ids above the cut."""
-        above = order > cut[:, None]
-        return above.sum(-1), jnp.where(above, weights, 0.0).sum(-1)
-
-    def holds(cut: jax.Array) -> jax.Array:
-        count, mass = before(cut)
-        return (count < limit_k) & (mass <= limit_p)
-
     wanted = by_k | by_p
-    cut = _smallest(holds, lowest, order.max(-1), _BITS, jnp.any(wanted))
-    cut = jnp.where(wanted, cut, lowest)
-    count, mass = before(cut)
-    ties = order == cut[:, None]
-    each = jnp.where(ties, weights, 0.0).max(-1)  # weight of each id at the cut
-    ties_p = jnp.where(each > 0, (limit_p - mass) / jnp.where(each > 0, each, 1.0), jnp.inf)
-    ties_p = jnp.minimum(ties_p, vocab).astype(jnp.int32) + 1
-    return kept & ((order > cut[:, None]) | _first(ties, jnp.minimum(limit_k - count, ties_p)))
+    ranks = vocab - 1 - jnp.arange(vocab, dtype=jnp.int32)  # among equals the lower id comes first
+
+    def search(_i: int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """`numbers` int32 [B, V] grow towards the front of the ids' order; that of the last kept id is in low..high.
+        Gives numbers that tell apart those that shared that one, and -1 to what is not kept, with their low..high."""
+        numbers, low, high = carry
+
+        def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            low, high = bounds
+            middle = (low & high) + ((low ^ high) >> 1)  # their mean, without overflow
+            before = numbers > middle[:, None]
+            holds = (before.sum(-1) < limit_k) & (jnp.where(before, weights, 0.0).sum(-1) <= limit_p)
+            return jnp.where(holds, low, middle + 1), jnp.where(holds, middle, high)
+
+        _, cut = lax.while_loop(lambda bounds: jnp.any(bounds[0] < bounds[1]), halve, (low, high))
+        equal = numbers == cut[:, None]
+        several = wanted & (equal.sum(-1) > 1)
+        numbers = jnp.where(numbers > cut[:, None], vocab, jnp.where(equal, ranks, -1))
+        return numbers, jnp.zeros_like(cut), jnp.where(several, vocab - 1, 0)
+
+    order = _ordered(scaled)
+    low = jnp.full(limit_k.shape, _LOWEST)
+    high = jnp.where(wanted, order.max(-1), _LOWEST)
+    numbers, _, _ = lax.fori_loop(0, 2, search, (order, low, high))  # by logit, then by id
+    return (relative > -jnp.inf) & (weights >= params.min_p[:, None]) & (numbers >= 0)
 
 
 def _ordered(x: jax.Array) -> jax.Array:
     """int32 in the order of the floats; equal floats (both zeros) get equal numbers."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
-
-
-def _smallest(
-    holds: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.Array, steps: int, wanted: jax.Array
-) -> jax.Array:
-    """Smallest int32 in low..high (each [B]) from which on `holds`, in `steps` halvings; `high` unless `wanted`."""
-
-    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = (low & high) + ((low ^ high) >> 1)  # their mean, without overflow
-        held = holds(middle)
-        return jnp.where(held, low, middle + 1), jnp.where(held, middle, high)
-
-    return lax.fori_loop(0, jnp.where(wanted, steps, 0), halve, (low, high))[1]
-
-
-def _first(ties: jax.Array, count: jax.Array) -> jax.Array:
-    """The first `count` [B] set entries of each row of `ties` bool [B, V]."""
-    ids = jnp.arange(ties.shape[1], dtype=jnp.int32)
-    low, high = jnp.zeros_like(count), jnp.full_like(count, ties.shape[1])
-    end = _smallest(
-        lambda end: (ties & (ids < end[:, None])).sum(-1) >= count,
-        low,
-        high,
-        ties.shape[1].bit_length(),
-        jnp.any(ties.sum(-1) > count),
-    )
-    return ties & (ids < end[:, None])
