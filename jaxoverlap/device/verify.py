@@ -17,7 +17,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from jaxoverlap.device.adjustments import Tables
 from jaxoverlap.device.layout import Layout
 from jaxoverlap.device.state import State, counted
 from jaxoverlap.device.step import ExtendStep, Outputs, Steps, bits, write_page_table
@@ -26,6 +28,7 @@ from jaxoverlap.models.paged import PagedContext
 
 Weights = tuple[jax.Array, ...]
 Cache = tuple[jax.Array, ...]
+Accepting = tuple[Tables, jax.Array, jax.Array]  # tables, whether a row's next place counts, how many have
 
 
 class Speculator(ABC):
@@ -82,7 +85,7 @@ class VerifyStep:
         known = {"slots": slots, "seq_lens": jnp.where(slots == 0, 0, lens)}
         return self.steps.context(state, known, rows, rows, jnp.ones_like(rows), is_decode=True)
 
-    def pick(self, state: State, logits: jax.Array, ahead: int) -> tuple[jax.Array, jax.Array]:
+    def pick(self, state: State, logits: jax.Array, ahead: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         """The token `ahead` places behind the bonus token and its log-probability, from f32 [B, V]."""
         mask = None if self.mask is None else self.mask[:, ahead]
         return self.steps.pick(state, logits, self.slots, self.lens + ahead + 1, mask)
@@ -163,21 +166,24 @@ def accept(
     known.
     """
     columns = state.params[rows.slots]
-    counts = jnp.ones(rows.slots.shape, bool)
-    accepted = jnp.zeros_like(rows.slots)
-    tokens, logprobs = [], []
-    for ahead in range(len(logits)):
-        token, logprob = rows.pick(state, logits[ahead], ahead)
-        tokens.append(token)
-        logprobs.append(logprob)
-        needed = counted(columns, rows.lens + ahead + 1) & counts
-        state = dataclasses.replace(state, tables=state.tables.count(rows.slots, token, needed))
-        accepted += counts
-        if ahead < len(drafts):
-            counts &= token == drafts[ahead]
-            if rows.mask is not None:
-                counts &= jnp.any(rows.mask[:, ahead + 1] != 0, axis=-1)
-    return jnp.stack(tokens), jnp.stack(logprobs), accepted, state
+    follows = jnp.concatenate([drafts, jnp.full((1, drafts.shape[1]), -1, jnp.int32)])
+    known = jnp.ones(follows.shape, bool)  # the place behind
+    if rows.mask is not None:
+        known = known.at[:-1].set(jnp.any(rows.mask[:, 1:] != 0, axis=-1).T)
+
+    def place(carry: Accepting, at: tuple[jax.Array, ...]) -> tuple[Accepting, tuple[jax.Array, jax.Array]]:
+        tables, counts, accepted = carry
+        ahead, logits, follows, known = at
+        token, logprob = rows.pick(dataclasses.replace(state, tables=tables), logits, ahead)
+        tables = tables.count(rows.slots, token, counted(columns, rows.lens + ahead + 1) & counts)
+        return (tables, counts & (token == follows) & known, accepted + counts), (token, logprob)
+
+    start = (state.tables, jnp.ones(rows.slots.shape, bool), jnp.zeros_like(rows.slots))
+    places = (jnp.arange(len(logits), dtype=jnp.int32), logits, follows, known)
+    # A loop would end the CUDA graph; on a CPU sampling is most of what there is to compile.
+    unroll = rows.steps.kernels.sample != "xla"
+    (tables, _, accepted), (tokens, logprobs) = lax.scan(place, start, places, unroll=unroll)
+    return tokens, logprobs, accepted, dataclasses.replace(state, tables=tables)
 
 
 def write_history(state: State, ids: jax.Array, context: PagedContext) -> jax.Array | None:

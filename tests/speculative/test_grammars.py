@@ -44,27 +44,36 @@ def backend():
     backend.shutdown()
 
 
-def runner_with(speculator):
-    return make_runner(speculator, model=ChecksumModel(MODEL), total=TOTAL, context=CONTEXT, cut=True)
-
-
 def engine(runner, backend, loop, total=TOTAL, **settings):
     served = {"model": ChecksumModel(MODEL), "tokenizer": byte_level_tokenizer(), "backend": backend}
     return engine_on(runner, loop, total=total, context=CONTEXT, **served, **settings)
 
 
-DRAFTS = {
-    "illegal": TextSpeculator("}" * 4, 0),
+PROMPT = [50, 51, 52]
+SPECULATORS = {
     "right": RuleSpeculator(TOKENS, RULES["always"]),
+    "illegal": TextSpeculator("}" * 4, 0),
     "ngram": NgramSpeculator(TOKENS),
+    "forced": TextSpeculator(FORCED, len(PROMPT)),
+    "alphabet": TextSpeculator("abcdefghijklmnopqrstuvwxyz" * 2, len(PROMPT)),
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["illegal", *(pytest.param(n, marks=pytest.mark.soak) for n in DRAFTS if n != "illegal")]
-)
-def test_random_loads(backend, name):
-    runner = runner_with(DRAFTS[name])
+@pytest.fixture(scope="module")
+def runner(request):
+    """With the speculator of that name, "right" unless a test says another."""
+    speculator = SPECULATORS[getattr(request, "param", "right")]
+    runner = make_runner(speculator, model=ChecksumModel(MODEL), total=TOTAL, context=CONTEXT, cut=True)
+    yield runner
+    runner.shutdown()
+
+
+def drafting(*names):
+    return pytest.mark.parametrize("runner", names, indirect=True)
+
+
+@drafting("illegal", *(pytest.param(name, marks=pytest.mark.soak) for name in ("right", "ngram")))
+def test_random_loads(backend, runner):
     compiled = runner.compiles
     for seed in range(8):
         load = random_load(np.random.default_rng(seed), 60, 40)
@@ -81,42 +90,36 @@ def test_random_loads(backend, name):
                     check_ended(sampling, result)
             check_all_back(served)
     assert runner.compiles == compiled
-    runner.shutdown()
 
 
+@drafting("forced")
 @pytest.mark.parametrize("loop", ["overlap", "normal"])
-def test_a_forced_run_takes_a_step_for_each_so_many_tokens(backend, loop):
+def test_a_forced_run_takes_a_step_for_each_so_many_tokens(backend, runner, loop):
     """One token from the prefill, then TOKENS a step while the drafts are the forced text; a free row beside it keeps
     its own pace."""
-    prompt = [50, 51, 52]
-    runner = runner_with(TextSpeculator(FORCED, len(prompt)))
     served = engine(runner, backend, loop)
     sampling = params(len(FORCED), regex=FORCED + "[0-9]{2}")
-    forced, free = served.generate(input_ids=[prompt, [60, 61, 62]], sampling_params=[sampling, params(6)])
+    forced, free = served.generate(input_ids=[PROMPT, [60, 61, 62]], sampling_params=[sampling, params(6)])
     assert forced["text"] == FORCED
     assert forced["meta_info"]["spec_verify_ct"] == -(-(len(FORCED) - 1) // TOKENS)
     assert free["output_ids"] == expected(backend, [60, 61, 62], params(6))
-    runner.shutdown()
 
 
+@drafting("alphabet")
 @pytest.mark.parametrize("loop", ["overlap", "normal"])
-def test_the_grammar_takes_the_final_tokens_only(backend, loop):
+def test_the_grammar_takes_the_final_tokens_only(backend, runner, loop):
     """Drafts that the grammar allows and the model does not pick leave no trace in the matcher: text allowed by the
     grammar is drafted all along, and the rest of the output is still what the oracle says."""
-    prompt = [50, 51, 52]
-    runner = runner_with(TextSpeculator("abcdefghijklmnopqrstuvwxyz" * 2, len(prompt)))
     served = engine(runner, backend, loop)
     for more in GRAMMARS:
         sampling = params(**more)
-        result = served.generate(input_ids=prompt, sampling_params=sampling)
-        assert result["output_ids"] == expected(backend, prompt, sampling)
+        result = served.generate(input_ids=PROMPT, sampling_params=sampling)
+        assert result["output_ids"] == expected(backend, PROMPT, sampling)
         check_ended(sampling, result)
-    runner.shutdown()
 
 
 # Tokens that the grammar refuses.
 
-PROMPT = [50, 51, 52]
 OWN = expected(None, PROMPT, params(30))  # the model's, free
 KEPT = 7  # the one behind them is refused: in the middle of a run
 
@@ -127,13 +130,6 @@ def unmasked(monkeypatch, backend):
     monkeypatch.setattr(backend, "fill_masks", lambda rows, words: None)
     monkeypatch.setattr(LLGrammar, "fill_mask", lambda self, words, ahead: words.fill(-1))
     return re.escape("".join(map(chr, OWN[:KEPT]))) + "\n+"
-
-
-@pytest.fixture(scope="module")
-def runner():
-    runner = runner_with(DRAFTS["right"])
-    yield runner
-    runner.shutdown()
 
 
 @pytest.mark.parametrize("loop", ["overlap", "normal"])
