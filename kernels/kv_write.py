@@ -31,11 +31,11 @@ def kv_write(
     for name, new in (("k", k), ("v", v)):
         check_shape(name, new, (locs.shape[0], *keys.shape[1:]))
     if implementation == "xla":
-        keys, values = (
-            cache.at[locs].set(new.astype(cache.dtype), mode="drop", wrap_negative_indices=False)
-            for cache, new in ((keys, k), (values, v))
-        )
-        return keys, values
+
+        def write(cache: jax.Array, new: jax.Array) -> jax.Array:
+            return cache.at[locs].set(new.astype(cache.dtype), mode="drop", wrap_negative_indices=False)
+
+        return write(keys, k), write(values, v)
     size, heads, dim = keys.shape
     width = heads * dim
     lanes = min(_LANES, pl.next_power_of_2(width))

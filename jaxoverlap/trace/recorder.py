@@ -114,9 +114,7 @@ class Recorder(Driver):
         self._follow(ask.launches[0].number, handles[0], delays)
 
     def _follow(self, number: int, handle: Any, delays: bool) -> None:
-        if self._tells_compiles and self.runner.compiles != self._compiles:  # type: ignore[attr-defined]
-            self._compiles = self.runner.compiles  # type: ignore[attr-defined]
-            self._note((COMPILED, number))
+        self._check_compiles(number)
         if self._tells_spans:
             return
         self._in_flight.append((number, handle))
@@ -126,11 +124,19 @@ class Recorder(Driver):
     def _sampled(self, ask: Sample, _: Any, asked: float, done: float) -> None:
         launch = ask.launch
         self._note((ASK, "sample", asked, done, launch.number, _mode(launch), len(launch.requests)))
+        self._check_compiles(launch.number)
         self._forward = None
 
     def _all_sampled(self, ask: Samples, _: Any, asked: float, done: float) -> None:
-        self._note_all("sample", [sample.launch for sample in ask.samples], asked, done)
+        launches = [sample.launch for sample in ask.samples]
+        self._note_all("sample", launches, asked, done)
+        self._check_compiles(launches[0].number)
         self._forward = None
+
+    def _check_compiles(self, number: int) -> None:
+        if self._tells_compiles and self.runner.compiles != self._compiles:  # type: ignore[attr-defined]
+            self._compiles = self.runner.compiles  # type: ignore[attr-defined]
+            self._note((COMPILED, number))
 
     def _waited(self, ask: Wait, result: StepResult, asked: float, done: float) -> None:
         launch = ask.launch

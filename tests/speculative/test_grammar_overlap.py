@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers_engine import check_all_back
-from helpers_speculative import RULES, RuleSpeculator
-from test_grammars import DRAFTS, TOKENS, TOTAL, TextSpeculator, backend, check_ended, engine, expected, runner_with
+from test_grammars import PROMPT, TOTAL, backend, check_ended, drafting, engine, expected, runner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "grammar"))
 from test_engine_grammars import params, random_load, run_load
@@ -15,17 +14,7 @@ from test_engine_grammars import params, random_load, run_load
 from jaxoverlap.core import ForwardMode, Launch
 from jaxoverlap.driver import Driver
 
-__all__ = ["backend"]  # a fixture
-PROMPT = [50, 51, 52]
-SPECULATORS = {**DRAFTS, "mixed": RuleSpeculator(TOKENS, RULES["mixed"])}
-
-
-@pytest.fixture(scope="module")
-def runner():
-    """Its drafts are letters, which most of the grammars allow and the model does not pick."""
-    runner = runner_with(TextSpeculator("abcdefghijklmnopqrstuvwxyz" * 2, len(PROMPT)))
-    yield runner
-    runner.shutdown()
+__all__ = ["backend", "runner"]  # fixtures
 
 
 class Notes(Driver):
@@ -55,6 +44,7 @@ def order_of(runner, backend, **settings):
 
 
 @pytest.mark.slow
+@drafting("alphabet")  # most of the grammars allow letters, and the model does not pick them
 def test_drafts_are_launched_before_the_result_in_flight_is_waited_for(runner, backend):
     """Launch N, wait for N-1, ask for the drafts of N, score N; by default the wait comes first."""
     for overlaps in (False, True):
@@ -70,19 +60,13 @@ def test_drafts_are_launched_before_the_result_in_flight_is_waited_for(runner, b
         assert not any(notes.known) if overlaps else all(notes.known)
 
 
-@pytest.mark.parametrize(
-    ("name", "loads"),
-    [
-        pytest.param("mixed", 4, marks=pytest.mark.soak),
-        *(pytest.param(n, 16, marks=pytest.mark.soak) for n in SPECULATORS),
-    ],
-)
-def test_random_loads(backend, name, loads):
+@pytest.mark.soak
+@drafting("illegal", "right", "ngram", "mixed")
+def test_random_loads(backend, runner):
     """Grammar rows and free ones, aborts, and rows put back for want of pages: the tokens are the oracle's."""
-    runner = runner_with(SPECULATORS[name])
     compiled = runner.compiles
     retracted = disabled = 0
-    for seed in range(loads):
+    for seed in range(16):
         pressure = {"init_new_token_ratio": 0.05, "retract_decode_steps": 2} if seed % 2 else {}
         load = random_load(np.random.default_rng(seed), *((8, 44) if pressure else (60, 40)))
         total = 96 if pressure else TOTAL
@@ -101,4 +85,3 @@ def test_random_loads(backend, name, loads):
     assert runner.compiles == compiled
     assert retracted > 0
     assert disabled == 0
-    runner.shutdown()

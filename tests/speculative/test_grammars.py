@@ -54,6 +54,7 @@ SPECULATORS = {
     "right": RuleSpeculator(TOKENS, RULES["always"]),
     "illegal": TextSpeculator("}" * 4, 0),
     "ngram": NgramSpeculator(TOKENS),
+    "mixed": RuleSpeculator(TOKENS, RULES["mixed"]),
     "forced": TextSpeculator(FORCED, len(PROMPT)),
     "alphabet": TextSpeculator("abcdefghijklmnopqrstuvwxyz" * 2, len(PROMPT)),
 }
