@@ -95,7 +95,9 @@ def add_config_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] =
         if not field.metadata["flag"] or field.name in leave_out:
             continue
         names = [f"--{field.name.replace('_', '-')}", *(["--model"] if field.name == "model_path" else [])]
-        about = f"{field.metadata['about']} [{field.default}]".replace("%", "%%")
+        about = field.metadata["about"].replace("%", "%%")
+        if not about.endswith("]"):  # else it says itself what stands for None
+            about += f" [{field.default}]"
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": about, "dest": f"setting_{field.name}"}
         if hints[field.name] is bool:
             group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)

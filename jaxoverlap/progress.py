@@ -18,7 +18,7 @@ def silent(label: str, done: int, total: int) -> None:
 
 @contextlib.contextmanager
 def bars() -> Iterator[Report]:
-    """Yields a Report that draws one bar a label on stderr; nothing is drawn where stderr is no terminal."""
+    """Yields a Report that draws one bar a label on stderr; where that is no terminal, a line when a label is new."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     tasks: dict[str, TaskID] = {}
@@ -26,6 +26,8 @@ def bars() -> Iterator[Report]:
 
         def report(label: str, done: int, total: int) -> None:
             if label not in tasks:
+                if not console.is_terminal:
+                    console.print(f"{label} ...", highlight=False, soft_wrap=True, markup=False)
                 tasks[label] = progress.add_task(label, total=total or None)
             progress.update(tasks[label], completed=done, total=total or None)
 

@@ -22,5 +22,5 @@ def test_a_terminal_sees_a_bar_for_each_label(monkeypatch):
     assert "%" not in last[last.index("waiting") :].replace("0%", "")
 
 
-def test_a_pipe_sees_nothing(monkeypatch):
-    assert shown(monkeypatch, False).strip() == ""
+def test_a_pipe_sees_a_line_for_each_label(monkeypatch):
+    assert shown(monkeypatch, False).split("\n") == ["loading ...", "waiting ...", ""]

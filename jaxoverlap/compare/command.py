@@ -61,7 +61,11 @@ def register(subparsers: Any) -> None:
     group.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     group.add_argument("--repeats", type=_positive, default=3, help="measured runs of each loop")
     parser.add_argument(
-        "--runner", choices=runners.CHOICES, default="jax", help="jax,torch: both loops in PyTorch as well"
+        "--runner",
+        choices=runners.CHOICES,
+        metavar="RUNNERS",
+        default="jax",
+        help="jax, or jax,torch: both loops in PyTorch as well",
     )
     parser.add_argument(
         "--against-sglang", action="store_true", help="also SGLang, overlap off and on, where it is installed"

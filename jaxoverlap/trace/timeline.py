@@ -52,7 +52,7 @@ def lanes(trace: Trace, begin: float, end: float, width: int = 100) -> list[str]
     scale = columns / (end - begin)
     host = _host_lane(shown.host, begin, scale, columns)
     device = _device_lane(shown.device, begin, scale, columns)
-    right = f"{1e3 * (end - begin):.3g} ms"
+    right = f"{float(f'{1e3 * (end - begin):.3g}'):,g} ms"
     axis = "0" + right.rjust(columns - 1)
     return [" " * LABEL + axis, "host".ljust(LABEL) + host.rstrip(), "device".ljust(LABEL) + device.rstrip()]
 
