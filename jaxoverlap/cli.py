@@ -127,17 +127,26 @@ def check_json_flag(args: argparse.Namespace) -> None:
 
 
 def check_output_file(flag: str, path: str) -> None:
-    """Raises UsageError for a path that cannot become a file."""
-    if not path or Path(path).is_dir():
-        raise UsageError(f"{flag}: {path!r} is no file name")
-    if not Path(path).absolute().parent.is_dir():
-        raise UsageError(f"{flag}: folder {str(Path(path).parent)!r} does not exist")
+    """Raises UsageError for a path that cannot be written as a file; leaves none behind."""
+    file = Path(path)
+    try:
+        if not path or file.is_dir():
+            raise UsageError(f"{flag}: {path!r} is no file name")
+        if not file.absolute().parent.is_dir():
+            raise UsageError(f"{flag}: folder {str(file.parent)!r} does not exist")
+        is_new = not file.exists()
+        with file.open("a"):
+            pass
+        if is_new:
+            file.unlink()
+    except OSError as e:
+        raise UsageError(f"{flag}: {path!r} cannot be written: {e.strerror}") from None
 
 
 def write_json(args: argparse.Namespace, data: Any) -> None:
     """To the file of --json, if given."""
     path = getattr(args, "json", None)
-    text = json.dumps(data, indent=2) + "\n"
+    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
     if path == "-":
         sys.stdout.write(text)
     elif path is not None:

@@ -38,9 +38,6 @@ class Driver:
         finally:
             turn.close()
 
-    def stream(self, begin: float, end: float) -> None:
-        """Hears when results were given to callers (`time.perf_counter`); only a recorder cares."""
-
     def answer(self, ask: Any) -> Any:
         if type(ask) is Launch:
             return self.runner.launch([ask])[0]

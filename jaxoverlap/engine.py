@@ -277,8 +277,9 @@ class Engine:
 
     @contextlib.contextmanager
     def trace(self, *, annotations: bool = False) -> Iterator[Trace]:
-        """Records every turn inside the `with`; the Trace that it yields is filled when the block ends. `annotations`
-        also names the parts of each turn, as SGLang does, in a trace that jax.profiler takes meanwhile."""
+        """Records every turn that begins inside the `with`, whoever's requests it is about; the Trace that it yields is
+        filled when the block ends. `annotations` also names the parts of each turn, as SGLang does, in a trace that
+        jax.profiler takes meanwhile. Raises RuntimeError inside another one of this engine, or beside it."""
         trace = Trace()
         if annotations:
             import jax.profiler
@@ -286,13 +287,12 @@ class Engine:
             recorder: Recorder = Annotator(self.runner, jax.profiler.TraceAnnotation)
         else:
             recorder = Recorder(self.runner)
-        plain = self._loop.driver
-        self._loop.driver = self._scheduler.watch = recorder
+        self._loop.record(recorder)
         try:
             yield trace
             self.wait_idle()
         finally:
-            self._loop.driver, self._scheduler.watch = plain, None
+            self._loop.record(None)
             done = recorder.trace()
             trace.host, trace.device = done.host, done.device
 

@@ -24,7 +24,7 @@ class HeldInterrupts:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._holds:
+        if self._holds and signal.getsignal(signal.SIGINT) == self._note:  # nobody has set another one meanwhile
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if self.pending and error is None:
             raise KeyboardInterrupt

@@ -7,12 +7,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from jaxoverlap.calls import Call, Ticket
 from jaxoverlap.driver import Driver
 from jaxoverlap.interrupts import HeldInterrupts
 from jaxoverlap.parallel.group import Group
 from jaxoverlap.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from jaxoverlap.trace.recorder import Recorder
 
 STILL_TURNS = 8  # a bubble takes one
 GRAMMAR_POLL = 1e-3  # seconds between turns that only wait for grammars (SGLang: 5e-3)
@@ -40,6 +44,7 @@ class Loop:
         self.failure: BaseException | str | None = None
         self._waiters: dict[threading.Condition, Done] = {}
         self._held: dict[str, list[Ticket]] = {}  # by the id that they wait for
+        self._recorder: Recorder | None = None  # of the turns to come, in the driver's place
         self._driver_thread: int | None = None  # who turns the loop
         self._in_turn = False
         self._turns = 0
@@ -63,6 +68,21 @@ class Loop:
         with self.lock:
             operation()
             self._poke()
+
+    def record(self, recorder: Recorder | None) -> None:
+        """From the next turn on; None ends it. Raises RuntimeError while another one records."""
+        with self.lock:
+            if recorder is not None and self._recorder is not None:
+                raise RuntimeError("one trace at a time: another one is being recorded")
+            self._recorder = recorder
+            if not self._in_turn:
+                self.scheduler.watch = recorder
+
+    def stream(self, begin: float, end: float) -> None:
+        """A caller was given a result (`time.perf_counter`)."""
+        recorder = self._recorder
+        if recorder is not None:
+            recorder.stream(begin, end)
 
     def drive(self, done: Done) -> None:
         """Turns the loop, or sleeps while another thread does or while paused, until `done`."""
@@ -174,7 +194,10 @@ class Loop:
                 self.check_alive()
                 self._check_progress()
                 self._in_turn, self._poked = True, False
-            self.driver.turn(self.scheduler.turn())
+                recorder = self._recorder
+                if self.scheduler.watch is not recorder:
+                    self.scheduler.watch = recorder
+            (recorder or self.driver).turn(self.scheduler.turn())
             self._turns += 1
             begin = time.perf_counter()
             with self.lock:
@@ -183,8 +206,8 @@ class Loop:
                 for waiter, done in self._waiters.items():
                     if done():
                         waiter.notify()
-            if told:
-                self.driver.stream(begin, time.perf_counter())
+            if told and recorder is not None:
+                recorder.stream(begin, time.perf_counter())
             if self.scheduler.only_compiles:
                 time.sleep(GRAMMAR_POLL)
         except EngineError:

@@ -41,7 +41,7 @@ class Stream:
             ticket = call.take()
             now = ticket.snapshot()
         result = ticket.render(now)
-        loop.driver.stream(begin, time.perf_counter())
+        loop.stream(begin, time.perf_counter())
         return raise_refused(result) if ticket.index is None else result
 
     def close(self) -> None:

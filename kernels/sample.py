@@ -66,9 +66,10 @@ def sample(
     logits f32 [B, V]; positions int32 [B] of the tokens to come; mask int32 [B, ceil(V / 32)], bit i % 32 of word i //
     32 allows id i; forced int32 [B], the row's token where not negative.
 
-    Greedy rows (temperature below 1e-6, or top_k 1) take the largest logit, the lowest id among equals. The
-    implementations add the row's probabilities up in different orders: where a sum meets top_p to within rounding, the
-    id at the cut may differ. Raises ValueError for other shapes or dtypes.
+    Greedy rows (temperature below 1e-6, or top_k 1) take the largest logit, the lowest id among equals; a device that
+    flushes denormal numbers takes them for zeros. The implementations add the row's probabilities up in different
+    orders: where a sum meets top_p to within rounding, the id at the cut may differ. Raises ValueError for other shapes
+    or dtypes.
     """
     check_implementation(implementation)
     check_shape("logits", logits, (None, None), jnp.float32)

@@ -46,6 +46,12 @@ def test_the_second_does_not_wait():
     assert held_by(interrupt, nothing, interrupt, nothing) == [interrupt, nothing, interrupt]
 
 
+def test_a_handler_set_meanwhile_stays():
+    with HeldInterrupts():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
 class InterruptingRunner:
     """Ctrl-C arrives while the host waits for the third result."""
 

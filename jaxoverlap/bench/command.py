@@ -23,6 +23,12 @@ from jaxoverlap.loading import load, load_grammar_backend
 from jaxoverlap.progress import bars
 
 MOST_RANKS = 64
+MOST_ROWS = 16384
+MOST_WAITING = 1_000_000
+MOST_STEP_MS = 10_000.0
+MOST_RATIO = 100.0
+LONGEST_COMPOSE = 100_000  # turns
+FEWEST_TURNS = 4  # that give a median
 ARRIVALS = 512  # in data/
 SIMULATED = ("device", "step_ms", "prefill_step_ms", "step_jitter")
 RANKS = ("dp_size", "enable_dp_attention", "load_balance_method", "dp_sync")
@@ -93,8 +99,9 @@ def _add(benches: Any, name: str, about: str, run: Callable[[argparse.Namespace]
 def run_host(args: argparse.Namespace) -> int:
     check_json_flag(args)
     longest = (host.CONTEXT - host.PROMPT - host.WARM_UP - 64) // 2
-    if args.turns > longest:
-        raise UsageError(f"--turns must be at most {longest}, not {args.turns}")
+    _at_most("--turns", longest, args.turns)
+    _at_most("--batch", MOST_ROWS, *args.batch)
+    _at_most("--waiting", MOST_WAITING, args.waiting)
     with bars() as report:
         figures = host.measure(args.batch, args.waiting, args.turns, report)
     host.show(console(args), figures)
@@ -104,8 +111,8 @@ def run_host(args: argparse.Namespace) -> int:
 
 def run_overlap(args: argparse.Namespace) -> int:
     check_json_flag(args)
-    if args.turns > host.CONTEXT // 2:
-        raise UsageError(f"--turns must be at most {host.CONTEXT // 2}, not {args.turns}")
+    _check_simulated(args)
+    _at_most("--ratios", MOST_RATIO, *args.ratios)
     with bars() as report:
         rows = overlap.measure(args.ratios, args.step_ms, args.turns, report)
     overlap.show(console(args), rows)
@@ -118,8 +125,7 @@ def run_dp(args: argparse.Namespace) -> int:
     for ranks in args.ranks:
         if not 2 <= ranks <= MOST_RANKS:
             raise UsageError(f"--ranks must be 2 to {MOST_RANKS}, not {ranks}")
-    if args.turns > host.CONTEXT // 2:
-        raise UsageError(f"--turns must be at most {host.CONTEXT // 2}, not {args.turns}")
+    _check_simulated(args)
     with bars() as report:
         from jaxoverlap.bench import dp
 
@@ -148,10 +154,8 @@ def run_launch(args: argparse.Namespace) -> int:
 
 def run_offline(args: argparse.Namespace) -> int:
     check_json_flag(args)
-    if args.requests > ARRIVALS:
-        raise UsageError(f"--requests must be at most {ARRIVALS}, not {args.requests}")
-    if args.turns < 4:
-        raise UsageError(f"--turns must be at least 4, not {args.turns}")
+    _at_most("--requests", ARRIVALS, args.requests)
+    _at_least_turns(args)
     if args.grammar_share is not None:
         return run_grammars(args)
     config = _model_config(args, max(256, 48 + args.turns))
@@ -212,11 +216,33 @@ def _model_config(args: argparse.Namespace, length: int, grammar_backend: str = 
     total = batch * -(-length // page) * page
     if config.max_total_tokens is None:
         config = dataclasses.replace(config, max_total_tokens=total)
+    least = batch * -(-(32 + args.turns) // page) * page  # so that all decode at once
+    if config.max_total_tokens < least:
+        raise UsageError(f"max_total_tokens must be at least {least}, not {config.max_total_tokens}")
     return config
+
+
+def _check_simulated(args: argparse.Namespace) -> None:
+    _at_least_turns(args)
+    _at_most("--turns", host.CONTEXT // 2, args.turns)
+    _at_most("--step-ms", MOST_STEP_MS, args.step_ms)
+
+
+def _at_least_turns(args: argparse.Namespace) -> None:
+    if args.turns < FEWEST_TURNS:
+        raise UsageError(f"--turns must be at least {FEWEST_TURNS}, not {args.turns}")
+
+
+def _at_most(flag: str, most: float, *values: float) -> None:
+    for value in values:
+        if value > most:
+            raise UsageError(f"{flag} must be at most {most}, not {value}")
 
 
 def run_compose(args: argparse.Namespace) -> int:
     check_json_flag(args)
+    _at_least_turns(args)
+    _at_most("--turns", LONGEST_COMPOSE, args.turns)
     rows = compose.measure(args.policy, args.turns)
     compose.show(console(args), rows, args.policy)
     write_json(args, {"compose": rows})

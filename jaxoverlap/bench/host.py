@@ -115,10 +115,10 @@ class Side:
         self.plain += [b - a for a, b in pairwise(watch.begins)]
 
     def time_traced(self, turns: int) -> None:
-        scheduler = self.load.scheduler
-        self.load.loop.driver = scheduler.watch = recorder = Recorder(self.runner)
+        recorder = Recorder(self.runner)
+        self.load.loop.record(recorder)
         self.load.turn(turns)
-        scheduler.watch = None
+        self.load.loop.record(None)
         by_turn: dict[int, list[Span]] = {}
         for span in recorder.trace().host:
             by_turn.setdefault(span.turn, []).append(span)

@@ -175,7 +175,7 @@ def test_annotations_are_nested_as_sglang_s():
 
     with host_engine() as engine:
         annotator = Annotator(engine.runner, Annotation)
-        engine._loop.driver = engine._scheduler.watch = annotator
+        engine._loop.record(annotator)
         result = engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 3, "temperature": 0.0})
     assert result["output_ids"] == oracle([5], 3)
     text = " ".join(said)
@@ -205,7 +205,7 @@ def test_a_recorder_gives_what_it_has_so_far():
     with host_engine() as engine:
         recorder = Recorder(engine.runner)
         assert recorder.trace() == Trace()
-        engine._loop.driver = engine._scheduler.watch = recorder
+        engine._loop.record(recorder)
         engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 2, "temperature": 0.0})
         first = len(recorder.trace().host)
         engine.generate(input_ids=[6], sampling_params={"max_new_tokens": 2, "temperature": 0.0})
@@ -218,7 +218,7 @@ def test_a_turn_leaves_few_entries_in_the_log():
     for rows in (1, 4):
         with host_engine(max_total_tokens=512) as engine:
             recorder = Recorder(engine.runner)
-            engine._loop.driver = engine._scheduler.watch = recorder
+            engine._loop.record(recorder)
             ids = [[5 + i] for i in range(rows)]
             engine.generate(input_ids=ids, sampling_params={"max_new_tokens": 100, "ignore_eos": True})
             turns = recorder._log.count(read.TURN)

@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import threading
+import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -208,6 +211,50 @@ def test_a_recorded_trace(off):
     else:
         steps = [[("launch", b), ("wait", a)] for a, b in itertools.pairwise(numbers)]
         assert order == [("launch", numbers[0]), *(e for step in steps for e in step), ("wait", numbers[-1])]
+
+
+def test_one_trace_at_a_time():
+    params = {"max_new_tokens": 4, "temperature": 0.0}
+    with host_engine() as engine:
+        with engine.trace() as outer:
+            engine.generate(input_ids=[5], sampling_params=params)
+            with pytest.raises(RuntimeError, match="one trace at a time"), engine.trace():
+                pass
+            engine.generate(input_ids=[6], sampling_params=params)
+        engine.generate(input_ids=[7], sampling_params=params)
+        with engine.trace() as after:
+            engine.generate(input_ids=[8], sampling_params=params)
+        assert engine._scheduler.watch is None
+    kinds = Counter(s.kind for s in outer.host)
+    alone = Counter(s.kind for s in after.host)
+    assert kinds["receive"] == len({s.turn for s in outer.host}) > alone["receive"] > 0
+    assert kinds["launch"] == 2 * alone["launch"]
+
+
+def test_a_trace_begins_with_a_turn_while_others_generate():
+    params = {"max_new_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+    with host_engine(max_total_tokens=512) as engine:
+        done = threading.Event()
+
+        def others():
+            while not done.is_set():
+                engine.generate(input_ids=[6, 7], sampling_params=params)
+
+        threads = [threading.Thread(target=others) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(30):
+                before = time.perf_counter()
+                with engine.trace() as trace:
+                    engine.generate(input_ids=[5], sampling_params=params)
+                first = {s.kind for s in trace.host if s.turn == 1}
+                assert {"receive", "compose"} <= first
+                assert all(before <= s.begin <= s.end for s in trace.host if s.turn > 0)
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
 
 
 def test_a_trace_of_a_failing_engine_lets_the_error_out():
