@@ -105,21 +105,22 @@ class Recorder(Driver):
     def _launched(self, launch: Launch, handle: Any, asked: float, done: float) -> None:
         mode = launch.mode if launch.global_num_tokens is None else _mode(launch)
         self._note((ASK, "launch", asked, done, launch.number, mode, len(launch.requests)))
-        self._follow(launch.number, handle, launch.delay_sample)
+        self._follow(launch.number, handle, launch.delay_sample, done)
 
     def _all_launched(self, ask: Launches, handles: list[Any], asked: float, done: float) -> None:
         """The ranks' steps are one."""
         self._note_all("launch", ask.launches, asked, done)
         delays = any(launch.delay_sample for launch in ask.launches)
-        self._follow(ask.launches[0].number, handles[0], delays)
+        self._follow(ask.launches[0].number, handles[0], delays, done)
 
-    def _follow(self, number: int, handle: Any, delays: bool) -> None:
+    def _follow(self, number: int, handle: Any, delays: bool, done: float) -> None:
         self._check_compiles(number)
         if self._tells_spans:
             return
         self._in_flight.append((number, handle))
         if delays and self._tells_forwards:
             self._forward = number, handle
+        self._look(done)  # a device without a queue has computed it inside the call
 
     def _sampled(self, ask: Sample, _: Any, asked: float, done: float) -> None:
         launch = ask.launch

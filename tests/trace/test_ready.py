@@ -52,9 +52,9 @@ def clock(monkeypatch):
     return clock
 
 
-def run(clock, parts, steps=4):
+def run(clock, parts, steps=4, device=None):
     """The overlap loop with `parts` of host work a turn, in seconds; the trace, and the looks of each turn."""
-    device = Device(clock)
+    device = device or Device(clock)
     recorder = Recorder(device)
     before, looks = None, []
 
@@ -85,7 +85,7 @@ def test_a_host_that_keeps_up_sees_steps_ready_as_it_waits_for_them(clock):
     assert [(s.begin, s.end) for s in trace.device] == [
         (pytest.approx(begin), pytest.approx(begin + STEP)) for begin in (4e-5, 4e-5 + STEP, 4e-5 + 2 * STEP)
     ]
-    assert looks[2:] == [1, 1]  # right before the launch; the parts are shorter than RESOLUTION
+    assert looks[2:] == [2, 2]  # before the launch and after it; the parts are shorter than RESOLUTION
 
 
 @pytest.mark.parametrize(("late", "turn"), [("process", 2), ("stream", 2), ("compose", 3)])
@@ -98,10 +98,21 @@ def test_a_late_host_sees_them_at_the_end_of_the_part_in_which_they_became_ready
     longest = max((s for s in trace.host if s.turn == turn), key=lambda s: s.length)
     assert longest.kind == late
     assert step.end == longest.end
-    assert max(looks) <= 3
+    assert max(looks) <= 5
 
 
 def test_a_part_is_looked_at_once_the_resolution_has_passed(clock):
     part = 0.6 * RESOLUTION
     _, looks = run(clock, {"receive": part, "compose": part, "process": part, "stream": part})
-    assert looks[2:] == [2, 2]  # at "stream", and before the launch
+    assert looks[2:] == [3, 3]  # at "stream", before the launch and after it
+
+
+def test_a_step_computed_inside_the_launch_ends_with_it(clock):
+    class Now(Device):
+        def launch(self, launches):
+            self.clock.now += STEP
+            return [self.clock.now]
+
+    trace, _ = run(clock, {"receive": 1e-5, "compose": 3e-5, "process": 2e-5, "stream": 1e-5}, device=Now(clock))
+    launches = [(s.begin, s.end) for s in trace.host if s.kind == "launch"]
+    assert [(s.begin, s.end) for s in trace.device] == launches
