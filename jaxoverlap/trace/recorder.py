@@ -53,6 +53,7 @@ class Recorder(Driver):
         self._tells_spans = hasattr(runner, "device_spans")
         self._tells_compiles = hasattr(runner, "compiles")
         self._tells_forwards = hasattr(runner, "is_forward_ready")
+        self._follows = self._tells_compiles or not self._tells_spans
         self._compiles: int = runner.compiles if self._tells_compiles else 0  # type: ignore[attr-defined]
         self._in_flight: deque[tuple[int, Any]] = deque()  # launches not seen ready yet, of a runner without spans
         self._forward: tuple[int, Any] | None = None  # the one that waits for its sampling, while it is not seen ready
@@ -105,7 +106,8 @@ class Recorder(Driver):
     def _launched(self, launch: Launch, handle: Any, asked: float, done: float) -> None:
         mode = launch.mode if launch.global_num_tokens is None else _mode(launch)
         self._note((ASK, "launch", asked, done, launch.number, mode, len(launch.requests)))
-        self._follow(launch.number, handle, launch.delay_sample, done)
+        if self._follows:
+            self._follow(launch.number, handle, launch.delay_sample, done)
 
     def _all_launched(self, ask: Launches, handles: list[Any], asked: float, done: float) -> None:
         """The ranks' steps are one."""
@@ -146,9 +148,11 @@ class Recorder(Driver):
         self._note((ASK, "wait", asked, done, number, mode, len(launch.requests)))
         if result.accept_lens is not None:
             self._note((GAINED, number, int(result.accept_lens.sum())))
-        if self._tells_spans and number != self._told:
-            self._note((SPANS, number, self.runner.device_spans(ask.handle)))  # type: ignore[attr-defined]
-            self._told = number
+        if self._tells_spans:
+            if number != self._told:
+                self._note((SPANS, number, self.runner.device_spans(ask.handle)))  # type: ignore[attr-defined]
+                self._told = number
+            return
         self._looked = done  # what follows in flight has just begun
         while self._in_flight and self._in_flight[0][0] <= number:
             self._note((READY, self._in_flight.popleft()[0], done))
