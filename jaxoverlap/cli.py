@@ -135,8 +135,9 @@ def check_output_file(flag: str, path: str) -> None:
         if not file.absolute().parent.is_dir():
             raise UsageError(f"{flag}: folder {str(file.parent)!r} does not exist")
         is_new = not file.exists()
-        with file.open("a"):
-            pass
+        if is_new or file.is_file():  # a pipe's reader would take the closing for the end
+            with file.open("a"):
+                pass
         if is_new:
             file.unlink()
     except OSError as e:
