@@ -128,7 +128,7 @@ def _attend(
     )  # [X, Hkv, G, width]
     scores = jnp.where(mask, scores * scale, MASKED)
     peak = jnp.maximum(running.peak, scores.max(-1))
-    weights = jnp.where(mask, jnp.exp(scores - peak[..., None]), 0.0)
+    weights = jnp.exp(scores - peak[..., None])  # 0 where masked; 1 where nothing was seen yet, over values of 0
     shrink = jnp.exp(running.peak - peak)
     out = jnp.einsum(f"bhgk,{batch}hkd->bhgd", weights, v, precision=precision, preferred_element_type=jnp.float32)
     return _Running(running.out * shrink[..., None] + out, peak, running.total * shrink + weights.sum(-1))
