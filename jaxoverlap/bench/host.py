@@ -2,7 +2,8 @@
 
 Requests stream every token and have an end-of-sequence id to look for. A turn reaches from the beginning of one to the
 beginning of the next: scheduler, driver, and handing the tokens to the callers' tickets. Rendering a result (text,
-SGLang's dict) is the caller's, and stated apart.
+SGLang's dict) is the caller's, and stated apart. So is what tracing adds: to such a turn, and to one with a device step
+in it, which hides what the host does meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from rich.table import Table
 
 from jaxoverlap.bench.load import Load
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.core import Launch, Sample, StepResult, Turn
+from jaxoverlap.core import Launch, Runner, Sample, StepResult, Turn
+from jaxoverlap.device.simulated import simulate
 from jaxoverlap.driver import Driver
 from jaxoverlap.progress import Report, silent
 from jaxoverlap.trace.events import Span
@@ -27,6 +29,7 @@ from jaxoverlap.trace.recorder import Recorder
 
 PROMPT, CONTEXT, VOCAB, TOKEN = 16, 4096, 32000, 77
 WARM_UP = 20  # turns
+STEP_MS = 1.0  # of the device that is not free: a decode step of a small model on a large GPU
 PARTS = ("receive", "compose", "launch", "process", "stream")
 SGLANG_US = {1: (400.0, 690.0), 32: (840.0, 1040.0), 256: (2700.0, 3000.0)}
 """SGLang 0.5.14's scheduler per decode step with streaming requests and the overlap loop, driven by a device that costs
@@ -58,7 +61,7 @@ class FreeRunner:
 class Stopwatch(Driver):
     """Notes when each turn begins."""
 
-    def __init__(self, runner: FreeRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
         self.begins: list[float] = []
 
@@ -69,24 +72,30 @@ class Stopwatch(Driver):
 
 @dataclass(slots=True)
 class Side:
-    """`batch` requests that decode, `waiting` more that find no slot, and what their turns took."""
+    """`batch` requests that decode, `waiting` more that find no slot, and what their turns took: on a device that is
+    free or on one whose steps take `step_ms`."""
 
     batch: int
     waiting: int
     load: Load
-    runner: FreeRunner
+    runner: Runner
+    step_ms: float
     plain: list[float] = field(default_factory=list)  # seconds of each turn
     traced: list[float] = field(default_factory=list)
     parts: list[dict[str, float]] = field(default_factory=list)  # seconds, of each traced turn
     tracing: list[float] = field(default_factory=list)  # seconds that tracing added to a turn, in each round
 
     @classmethod
-    def make(cls, batch: int, waiting: int, turns: int) -> Side:
-        total = batch * (PROMPT + turns + 64)
+    def make(cls, batch: int, waiting: int, turns: int, step_ms: float = 0.0) -> Side:
         config = EngineConfig(
-            device="simulated", max_running_requests=batch, max_total_tokens=total, chunked_prefill_size=-1
+            device="simulated",
+            step_ms=step_ms or None,
+            context_length=CONTEXT,
+            max_running_requests=batch,
+            max_total_tokens=batch * (PROMPT + turns + 64),
+            chunked_prefill_size=-1,
         )
-        runner = FreeRunner(batch)
+        runner: Runner = simulate(config)[1] if step_ms else FreeRunner(batch)
         load = Load(
             config,
             Driver(runner),
@@ -101,7 +110,7 @@ class Side:
         load.turn(WARM_UP)
         if len(load.scheduler.waiting) != waiting:
             raise RuntimeError(f"{len(load.scheduler.waiting)} requests wait, not {waiting}")
-        return cls(batch, waiting, load, runner)
+        return cls(batch, waiting, load, runner, step_ms)
 
     def time_round(self, turns: int) -> None:
         plain, traced = len(self.plain), len(self.traced)
@@ -165,6 +174,7 @@ def measure(batches: Sequence[int], waiting: int = 0, turns: int = 1000, report:
     turns = max(turns // rounds, 10)
     total = WARM_UP + 2 * rounds * turns
     sides = [Side.make(batch, n, total) for batch in batches for n in ([waiting, 0] if waiting else [0])]
+    sides += [Side.make(batch, 0, total, STEP_MS) for batch in batches]
     for done in range(rounds):
         report("measure", done, rounds)
         for side in sides:
@@ -172,6 +182,10 @@ def measure(batches: Sequence[int], waiting: int = 0, turns: int = 1000, report:
     report("measure", rounds, rounds)
     out: dict[str, Any] = {}
     for side in sides:
+        if side.step_ms:
+            ratio = float(np.median(side.traced) / np.median(side.plain))
+            out[str(side.batch)]["traced_step"] = {"step_ms": side.step_ms, "ratio": ratio}
+            continue
         figures = side.figures()
         if str(side.batch) in out:
             out[str(side.batch)]["turn_us_none_waiting"] = figures["turn_us"]
@@ -193,7 +207,10 @@ def show(console: Console, figures: dict[str, Any]) -> None:
         table.add_row(batch, f"{x['turn_us']:.1f}", *spread, *parts)
     console.print(table)
     for batch, x in figures.items():
-        notes = [f"tracing adds {x['trace_us']:.1f} us", f"a result costs its caller {x['render_us']:.1f} us"]
+        with_step = x["traced_step"]
+        tracing = f"tracing adds {x['trace_us']:.1f} us ({100 * x['trace_us'] / x['turn_us']:.0f} %), to a turn with a "
+        tracing += f"step of {with_step['step_ms']:g} ms {100 * (with_step['ratio'] - 1):.1f} %"
+        notes = [tracing, f"a result costs its caller {x['render_us']:.1f} us"]
         if "of_sglang" in x:
             low, high = x["sglang_us"]
             notes.insert(0, f"SGLang 0.5.14's own scheduler: {low:.0f} - {high:.0f} us")

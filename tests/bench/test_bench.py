@@ -11,7 +11,7 @@ from helpers_models import make_hf_dir
 from jaxoverlap import Engine
 from jaxoverlap.bench import offline
 from jaxoverlap.bench.fused import FusedDecode
-from jaxoverlap.bench.host import PARTS
+from jaxoverlap.bench.host import PARTS, STEP_MS
 from jaxoverlap.bench.load import Load
 from jaxoverlap.cli import main
 from jaxoverlap.config import EngineConfig
@@ -35,6 +35,8 @@ def test_host(capsys):
         assert x["turn_us_p10"] <= x["turn_us"] <= x["turn_us_p90"]
         assert x["turn_us_none_waiting"] > 0
         assert x["waiting"] == 7
+        assert x["traced_step"]["step_ms"] == STEP_MS
+        assert 0.5 < x["traced_step"]["ratio"] < 2
     assert data["1"]["of_sglang"] == [data["1"]["turn_us"] / 690, data["1"]["turn_us"] / 400]
     assert "of_sglang" not in data["5"]
 
@@ -93,7 +95,9 @@ def test_offline(capsys, tiny):
     assert x["output_tokens"] == sum(a.output for a in load)
     for name in ("step_ms", "hand_written_ms", "ttft_ms", "tpot_ms"):
         assert 0 < x[name]["p50"] <= x[name]["p90"]
-    assert x["ratio"] == pytest.approx(x["step_ms"]["p50"] / x["hand_written_ms"]["p50"])
+    assert len(x["ratios"]) == offline.ROUNDS
+    assert x["ratio"] == np.median(x["ratios"])
+    assert min(x["ratios"]) > 0
 
 
 @pytest.mark.soak
