@@ -78,11 +78,11 @@ class Loop:
             if not self._in_turn:
                 self.scheduler.watch = recorder
 
-    def stream(self, begin: float, end: float) -> None:
+    def deliver(self, begin: float, end: float) -> None:
         """A caller was given a result (`time.perf_counter`)."""
         recorder = self._recorder
         if recorder is not None:
-            recorder.stream(begin, end)
+            recorder.deliver(begin, end)
 
     def drive(self, done: Done) -> None:
         """Turns the loop, or sleeps while another thread does or while paused, until `done`."""
@@ -199,15 +199,15 @@ class Loop:
                     self.scheduler.watch = recorder
             (recorder or self.driver).turn(self.scheduler.turn())
             self._turns += 1
-            begin = time.perf_counter()
+            ended = time.perf_counter()
             with self.lock:
                 told = self._deliver()
                 self._in_turn = False
                 for waiter, done in self._waiters.items():
                     if done():
                         waiter.notify()
-            if told and recorder is not None:
-                recorder.stream(begin, time.perf_counter())
+            if recorder is not None:
+                recorder.end_turn(ended, time.perf_counter() if told else ended)
             if self.scheduler.only_compiles:
                 time.sleep(GRAMMAR_POLL)
         except EngineError:

@@ -41,7 +41,7 @@ class Stream:
             ticket = call.take()
             now = ticket.snapshot()
         result = ticket.render(now)
-        loop.stream(begin, time.perf_counter())
+        loop.deliver(begin, time.perf_counter())
         return raise_refused(result) if ticket.index is None else result
 
     def close(self) -> None:

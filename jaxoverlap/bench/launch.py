@@ -92,13 +92,11 @@ class LaunchTimer(Driver):
         self._runner = runner
         self.seconds: list[float] = []
 
-    def answer(self, ask: Any) -> Any:
-        if type(ask) is not Launch:
-            return super().answer(ask)
+    def launch(self, ask: Launch) -> Any:
         if ask.mode.is_decode:
             self._runner._state = hold(self._runner._state)
         begin = time.perf_counter()
-        handle = super().answer(ask)
+        handle = super().launch(ask)
         if ask.mode.is_decode:
             self.seconds.append(time.perf_counter() - begin)
         self._runner.block(handle)

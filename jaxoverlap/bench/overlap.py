@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from jaxoverlap.bench.load import Load
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.core import Runner, Sync, Turn, Wait
+from jaxoverlap.core import Runner, StepResult, Sync, Turn, Wait
 from jaxoverlap.device.simulated import SimulatedRanks, simulate
 from jaxoverlap.driver import Driver, Exchange
 from jaxoverlap.progress import Report, silent
@@ -49,13 +48,17 @@ class BusyDriver(Driver):
         while clock() < end:
             pass
 
-    def answer(self, ask: Any) -> Any:
-        if type(ask) is not Wait and type(ask) is not Sync:
-            return super().answer(ask)
+    def wait(self, ask: Wait) -> StepResult:
         begin = time.perf_counter()
-        answer = super().answer(ask)
+        result = super().wait(ask)
         self._waited += time.perf_counter() - begin
-        return answer
+        return result
+
+    def sync(self, ask: Sync) -> np.ndarray:
+        begin = time.perf_counter()
+        facts = super().sync(ask)
+        self._waited += time.perf_counter() - begin
+        return facts
 
 
 @dataclass(slots=True)

@@ -1,11 +1,12 @@
 """From the recorder's flat log to a Trace.
 
 The log is a list of entries, each a tag and as many values as LENGTH says: times (`time.perf_counter`), a launch's
-number, its ForwardMode, its rows.
+number, its ForwardMode, its rows. Tags that are strings are the kinds of the host's spans.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,27 +14,35 @@ from typing import Any
 from jaxoverlap.trace.events import Span, Trace
 
 TURN = 0  # begin
-END = 1  # end of the turn
-MARK = 2  # part, time: what went on since the entry before was this part
-ASK = 3  # kind, begin, end, number, mode, rows: the driver answered
-STREAM = 4  # begin, end; may come from another thread, in the middle of a turn
-CAUSE = 5  # why this turn leaves the device idle
-COMPILED = 6  # number: the launch's call compiled
-READY = 7  # number, time: the launch was first seen ready
-SPANS = 8  # number, [(kind, begin, end)]: the device's own times
-FORWARD = 9  # number, time: the launch's forward was first seen ready, before its sampling was asked for
-GAINED = 10  # number, tokens that the rows of a verify step gained
-LENGTH = {TURN: 1, END: 1, MARK: 2, ASK: 6, STREAM: 2, CAUSE: 1, COMPILED: 1, READY: 2, SPANS: 2, FORWARD: 2, GAINED: 2}
-NOTHING = (0, "", 0)
+END = 1  # end of the turn, end of handing its outputs to the callers
+CAUSE = 2  # why this turn leaves the device idle
+COMPILED = 3  # number: the launch's call compiled
+READY = 4  # number, time: the launch was first seen ready
+SPANS = 5  # number, [(kind, begin, end)]: the device's own times
+FORWARD = 6  # number, time: the launch's forward was first seen ready, before its sampling was asked for
+GAINED = 7  # number, tokens that the rows of a verify step gained
+LENGTH: dict[Any, int] = {
+    TURN: 1, END: 2, CAUSE: 1, COMPILED: 1, READY: 2, SPANS: 2, FORWARD: 2, GAINED: 2,
+    **dict.fromkeys(("receive", "compose", "mask", "process", "stream"), 1),  # time: since the entry before it was this
+    **dict.fromkeys(("launch", "sample"), 5),  # begin, end, number, mode, rows: the driver answered
+    "wait": 3,  # begin, end, number
+    "sync": 2,  # begin, end
+}  # fmt: skip
+About = tuple[int, str, int]  # a launch's number, mode, rows
+NOTHING: About = (0, "", 0)
 
 
-def read(log: list[Any]) -> Trace:
+def read(log: list[Any], delivered: list[float]) -> Trace:
+    """`delivered`: begin, end, begin, end, ... of what gave callers their results."""
     entries = list(_entries(log))
     causes: dict[int, str] = {}
     compiled = {values[0] for tag, *values in entries if tag == COMPILED}
     raw = list(_host(entries, causes))
+    begins = [values[0] for tag, *values in entries if tag == TURN]
+    for begin, end in zip(delivered[::2], delivered[1::2], strict=True):
+        raw.append(("stream", begin, end, bisect_right(begins, end), *NOTHING))
     host = []
-    for kind, begin, end, turn, launch, mode, rows in raw:
+    for kind, begin, end, turn, launch, mode, rows in sorted(raw, key=lambda span: span[2]):
         cause = "compile" if kind == "launch" and launch in compiled else causes.get(turn, "")
         host.append(Span(kind, begin, end, turn, launch, mode, rows, cause))
     gained = {values[0]: values[1] for tag, *values in entries if tag == GAINED}
@@ -42,38 +51,46 @@ def read(log: list[Any]) -> Trace:
 
 
 def _entries(log: list[Any]) -> Iterator[tuple[Any, ...]]:
+    """But for one that is being written."""
     at, end = 0, len(log)
     while at < end:
-        length = LENGTH[log[at]] + 1
-        yield tuple(log[at : at + length])
-        at += length
+        after = at + 1 + LENGTH[log[at]]
+        if after > end:
+            return
+        yield tuple(log[at:after])
+        at = after
 
 
 def _host(entries: list[tuple[Any, ...]], causes: dict[int, str]) -> Iterator[tuple[Any, ...]]:
-    """The host's spans but for their cause, in the order in which they ended; fills `causes` by turn."""
+    """The spans of the thread that turns, but for their cause, in order; fills `causes` by turn."""
     turn, begin, kind, launched, about = 0, 0.0, "", False, NOTHING
+    launches: dict[int, About] = {}
     for tag, *values in entries:
         if tag == TURN:
             turn, begin, kind, launched, about = turn + 1, values[0], "compose", False, NOTHING
         elif tag == END:
-            yield kind, begin, values[0], turn, *about
-        elif tag == MARK:
-            part, now = values
-            yield part, begin, now, turn, *about
-            begin = now
-            if part == "stream" and not launched:  # the result came before the launch
-                kind = "compose"
-        elif tag == ASK:
-            asked, asked_at, done, number, mode, rows = values
-            yield kind, begin, asked_at, turn, *about
-            about = (number, mode.value, rows) if mode is not None else NOTHING
-            yield asked, asked_at, done, turn, *about
-            begin, launched = done, launched or asked == "launch"
-            kind = kind if asked == "sync" else "process"
-        elif tag == STREAM:
-            yield "stream", *values, turn, *NOTHING
+            ended, delivered = values
+            yield kind, begin, ended, turn, *about
+            if delivered > ended:
+                yield "stream", ended, delivered, turn, *NOTHING
         elif tag == CAUSE:
             causes[turn] = values[0]
+        elif tag in ("launch", "sample", "wait", "sync"):
+            asked, done, *which = values
+            yield kind, begin, asked, turn, *about
+            if len(which) == 3:
+                number, mode, rows = which
+                launches[number] = number, mode.value, rows
+            about = launches.get(which[0], (which[0], "", 0)) if which else NOTHING  # launched before the trace began
+            yield tag, asked, done, turn, *about
+            begin, launched = done, launched or tag == "launch"
+            kind = kind if tag == "sync" else "process"
+        elif isinstance(tag, str):
+            now = values[0]
+            yield tag, begin, now, turn, *about
+            begin = now
+            if tag == "stream" and not launched:  # the result came before the launch
+                kind = "compose"
 
 
 def _device(entries: list[tuple[Any, ...]], host: list[Span]) -> list[Span]:

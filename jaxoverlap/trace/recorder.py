@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from jaxoverlap.core import (
     Drafts,
     ForwardMode,
@@ -23,7 +25,7 @@ from jaxoverlap.core import (
 )
 from jaxoverlap.driver import Driver
 from jaxoverlap.trace.events import Trace
-from jaxoverlap.trace.read import ASK, CAUSE, COMPILED, END, FORWARD, GAINED, MARK, READY, SPANS, STREAM, TURN, read
+from jaxoverlap.trace.read import CAUSE, COMPILED, END, FORWARD, GAINED, READY, SPANS, TURN, read
 
 RESOLUTION = 50e-6  # seconds
 ANNOTATIONS: dict[type, tuple[str, ...]] = {
@@ -48,8 +50,9 @@ class Recorder(Driver):
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
-        self._log: list[Any] = []  # flat, since a turn must not wait for objects to be made; see read.py
-        self._note = self._log.extend
+        self._log: list[Any] = []  # see read.py
+        self._note = self._log.append  # value by value: between the parts of a turn that is cheaper than tuples
+        self._delivered: list[float] = []  # begin, end, begin, end, ...: other threads deliver too
         self._tells_spans = hasattr(runner, "device_spans")
         self._tells_compiles = hasattr(runner, "compiles")
         self._tells_forwards = hasattr(runner, "is_forward_ready")
@@ -59,61 +62,125 @@ class Recorder(Driver):
         self._forward: tuple[int, Any] | None = None  # the one that waits for its sampling, while it is not seen ready
         self._looked = 0.0  # when it was last looked whether they are ready
         self._told = 0  # number of the last launch whose spans the device has told
-        self._answered: dict[type, Callable[[Any, Any, float, float], None]] = {
-            Launch: self._launched,
-            Launches: self._all_launched,
-            Sample: self._sampled,
-            Samples: self._all_sampled,
-            Wait: self._waited,
-            Drafts: self._drafted,
-            Sync: self._synced,
-        }
 
     def trace(self) -> Trace:
-        return read(self._log)
+        return read(list(self._log), list(self._delivered))
 
     def turn(self, turn: Turn) -> None:
-        clock, send, note, answered = time.perf_counter, turn.send, self._note, self._answered
-        answer: Any = None
-        note((TURN, clock()))
-        try:
-            while True:
-                try:
-                    ask = send(answer)
-                except StopIteration:
-                    note((END, clock()))
-                    return
-                asked = clock()
-                if self._in_flight and type(ask) is not Wait:  # which says itself when its step was ready
-                    self._look(asked)
-                answer = self.answer(ask)
-                answered[type(ask)](ask, answer, asked, clock())
-        finally:
-            turn.close()
+        """A driver's turn; its end is told to `end_turn`."""
+        note = self._note
+        note(TURN)
+        note(time.perf_counter())
+        super().turn(turn)
+
+    def end_turn(self, ended: float, delivered: float) -> None:
+        """When the turn had ended, and when its outputs were with the callers; the same where there were none."""
+        note = self._note
+        note(END)
+        note(ended)
+        note(delivered)
 
     def mark(self, part: str) -> None:
         now = time.perf_counter()
-        self._note((MARK, part, now))
+        note = self._note
+        note(part)
+        note(now)
         if self._in_flight and now - self._looked > RESOLUTION:
             self._look(now)
 
     def cause(self, cause: str) -> None:
-        self._note((CAUSE, cause))
+        self._log += (CAUSE, cause)
 
-    def stream(self, begin: float, end: float) -> None:
-        self._note((STREAM, begin, end))
+    def deliver(self, begin: float, end: float) -> None:
+        """A caller was given a result. From any thread."""
+        self._delivered += (begin, end)
 
-    def _launched(self, launch: Launch, handle: Any, asked: float, done: float) -> None:
-        mode = launch.mode if launch.global_num_tokens is None else _mode(launch)
-        self._note((ASK, "launch", asked, done, launch.number, mode, len(launch.requests)))
+    def launch(self, ask: Launch) -> Any:
+        asked = time.perf_counter()
+        if self._in_flight:
+            self._look(asked)
+        handle = self.runner.launch([ask])[0]
+        done = time.perf_counter()
+        self._note_step("launch", asked, done, ask, len(ask.requests))
         if self._follows:
-            self._follow(launch.number, handle, launch.delay_sample, done)
+            self._follow(ask.number, handle, ask.delay_sample, done)
+        return handle
 
-    def _all_launched(self, ask: Launches, handles: list[Any], asked: float, done: float) -> None:
+    def launch_all(self, ask: Launches) -> list[Any]:
         """The ranks' steps are one."""
-        self._note_all("launch", ask.launches, asked, done)
-        delays = any(launch.delay_sample for launch in ask.launches)
-        self._follow(ask.launches[0].number, handles[0], delays, done)
+        first = ask.launches[0]
+        asked = self._now_looked()
+        handles = super().launch_all(ask)
+        done = time.perf_counter()
+        self._note_step("launch", asked, done, first, sum(len(launch.requests) for launch in ask.launches))
+        if self._follows:
+            self._follow(first.number, handles[0], any(launch.delay_sample for launch in ask.launches), done)
+        return handles
+
+    def sample(self, ask: Sample) -> None:
+        asked = self._now_looked()
+        super().sample(ask)
+        self._sampled([ask], asked)
+
+    def sample_all(self, ask: Samples) -> None:
+        asked = self._now_looked()
+        super().sample_all(ask)
+        self._sampled(ask.samples, asked)
+
+    def wait(self, ask: Wait) -> StepResult:
+        asked = time.perf_counter()
+        result = self.runner.wait(ask.handle)
+        done = time.perf_counter()
+        number = ask.launch.number
+        note = self._note
+        note("wait")
+        note(asked)
+        note(done)
+        note(number)
+        if result.accept_lens is not None:
+            self._log += (GAINED, number, int(result.accept_lens.sum()))
+        if self._tells_spans:
+            if number != self._told:
+                note(SPANS)
+                note(number)
+                note(self.runner.device_spans(ask.handle))  # type: ignore[attr-defined]
+                self._told = number
+            return result
+        self._looked = done  # what follows in flight has just begun
+        in_flight = self._in_flight
+        while in_flight and in_flight[0][0] <= number:
+            note(READY)
+            note(in_flight.popleft()[0])
+            note(done)
+        return result
+
+    def drafts(self, ask: Drafts) -> np.ndarray:
+        asked = self._now_looked()
+        drafts = super().drafts(ask)
+        self._log += ("wait", asked, time.perf_counter(), ask.launch.number)
+        return drafts
+
+    def sync(self, ask: Sync) -> np.ndarray:
+        asked = self._now_looked()
+        facts = super().sync(ask)
+        self._log += ("sync", asked, time.perf_counter())
+        return facts
+
+    def _note_step(self, kind: str, asked: float, done: float, launch: Launch, rows: int) -> None:
+        note = self._note
+        note(kind)
+        note(asked)
+        note(done)
+        note(launch.number)
+        note(launch.mode if launch.global_num_tokens is None else _joint_mode(launch))
+        note(rows)
+
+    def _sampled(self, samples: list[Sample], asked: float) -> None:
+        done = time.perf_counter()
+        first = samples[0].launch
+        self._note_step("sample", asked, done, first, sum(len(sample.launch.requests) for sample in samples))
+        self._check_compiles(first.number)
+        self._forward = None
 
     def _follow(self, number: int, handle: Any, delays: bool, done: float) -> None:
         self._check_compiles(number)
@@ -124,57 +191,24 @@ class Recorder(Driver):
             self._forward = number, handle
         self._look(done)  # a device without a queue has computed it inside the call
 
-    def _sampled(self, ask: Sample, _: Any, asked: float, done: float) -> None:
-        launch = ask.launch
-        self._note((ASK, "sample", asked, done, launch.number, _mode(launch), len(launch.requests)))
-        self._check_compiles(launch.number)
-        self._forward = None
-
-    def _all_sampled(self, ask: Samples, _: Any, asked: float, done: float) -> None:
-        launches = [sample.launch for sample in ask.samples]
-        self._note_all("sample", launches, asked, done)
-        self._check_compiles(launches[0].number)
-        self._forward = None
-
     def _check_compiles(self, number: int) -> None:
         if self._tells_compiles and self.runner.compiles != self._compiles:  # type: ignore[attr-defined]
             self._compiles = self.runner.compiles  # type: ignore[attr-defined]
-            self._note((COMPILED, number))
+            self._log += (COMPILED, number)
 
-    def _waited(self, ask: Wait, result: StepResult, asked: float, done: float) -> None:
-        launch = ask.launch
-        number = launch.number
-        mode = launch.mode if launch.global_num_tokens is None else _mode(launch)
-        self._note((ASK, "wait", asked, done, number, mode, len(launch.requests)))
-        if result.accept_lens is not None:
-            self._note((GAINED, number, int(result.accept_lens.sum())))
-        if self._tells_spans:
-            if number != self._told:
-                self._note((SPANS, number, self.runner.device_spans(ask.handle)))  # type: ignore[attr-defined]
-                self._told = number
-            return
-        self._looked = done  # what follows in flight has just begun
-        while self._in_flight and self._in_flight[0][0] <= number:
-            self._note((READY, self._in_flight.popleft()[0], done))
-
-    def _drafted(self, ask: Drafts, _: Any, asked: float, done: float) -> None:
-        launch = ask.launch
-        self._note((ASK, "wait", asked, done, launch.number, _mode(launch), len(launch.requests)))
-
-    def _synced(self, ask: Sync, facts: Any, asked: float, done: float) -> None:
-        self._note((ASK, "sync", asked, done, 0, None, 0))
-
-    def _note_all(self, kind: str, launches: list[Launch], asked: float, done: float) -> None:
-        rows = sum(len(launch.requests) for launch in launches)
-        self._note((ASK, kind, asked, done, launches[0].number, _mode(launches[0]), rows))
+    def _now_looked(self) -> float:
+        now = time.perf_counter()
+        if self._in_flight:
+            self._look(now)
+        return now
 
     def _look(self, now: float) -> None:
         self._looked = now
         in_flight, is_ready = self._in_flight, self.runner.is_ready
         while in_flight and is_ready(in_flight[0][1]):
-            self._note((READY, in_flight.popleft()[0], now))
+            self._log += (READY, in_flight.popleft()[0], now)
         if self._forward is not None and self.runner.is_forward_ready(self._forward[1]):  # type: ignore[attr-defined]
-            self._note((FORWARD, self._forward[0], now))
+            self._log += (FORWARD, self._forward[0], now)
             self._forward = None
 
 
@@ -186,6 +220,8 @@ class Annotator(Recorder):
         super().__init__(runner)
         self._annotate = annotate
         self._open: list[AbstractContextManager[Any]] = []
+        for kind, names in ANNOTATIONS.items():
+            self.answers[kind] = self._named(names, self.answers[kind])
 
     def turn(self, turn: Turn) -> None:
         self._enter("process_input_requests")
@@ -204,15 +240,16 @@ class Annotator(Recorder):
         elif part == "stream":
             self._leave(everything=True)
 
-    def answer(self, ask: Any) -> Any:
-        if type(ask) is Sync:
-            return super().answer(ask)
-        self._leave(everything=True)
-        for name in ANNOTATIONS[type(ask)]:
-            self._enter(name)
-        answer = super().answer(ask)
-        self._leave()
-        return answer
+    def _named(self, names: tuple[str, ...], answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def named(ask: Any) -> Any:
+            self._leave(everything=True)
+            for name in names:
+                self._enter(name)
+            answered = answer(ask)
+            self._leave()
+            return answered
+
+        return named
 
     def _enter(self, name: str) -> None:
         annotation = self._annotate(name)
@@ -226,8 +263,6 @@ class Annotator(Recorder):
                 return
 
 
-def _mode(launch: Launch) -> ForwardMode:
+def _joint_mode(launch: Launch) -> ForwardMode:
     """Of a step that all ranks share, what any of them does."""
-    if launch.global_num_tokens is None:
-        return launch.mode
     return ForwardMode.EXTEND if launch.is_extend_in_batch else ForwardMode.DECODE

@@ -56,6 +56,7 @@ def test_overlap(capsys):
         saved = x["normal_ms"] - x["overlap_ms"]
         assert x["hidden"] == pytest.approx(saved / min(x["host_ms"], x["device_ms"]))
         assert x["of_bound"] == pytest.approx(x["overlap_ms"] / max(x["host_ms"], x["device_ms"]))
+        assert x["normal_ms"] - x["host_ms"] > 0.5 * x["device_ms"]  # what was waited is not the host's work
     assert rows[1]["host_ms"] >= 2  # the busy loop lasts at least as long as it is told to
 
 

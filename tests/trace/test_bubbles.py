@@ -143,12 +143,12 @@ def test_delayed_sampling_on_a_device_that_tells_nothing(seen):
         value = "DECODE"
 
     log = [read.TURN, 0.0]
-    log += [read.ASK, "launch", 1.0, 2.0, 7, Mode, 1]
+    log += ["launch", 1.0, 2.0, 7, Mode, 1]
     log += [read.FORWARD, 7, 3.0] if seen else []
-    log += [read.MARK, "mask", 4.5]
-    log += [read.ASK, "sample", 5.0, 6.0, 7, Mode, 1]
-    log += [read.ASK, "wait", 7.0, 9.0, 7, Mode, 1, read.READY, 7, 9.0, read.END, 10.0]
-    trace = read.read(log)
+    log += ["mask", 4.5]
+    log += ["sample", 5.0, 6.0, 7, Mode, 1]
+    log += ["wait", 7.0, 9.0, 7, read.READY, 7, 9.0, read.END, 10.0, 10.0]
+    trace = read.read(log, [])
     spans = [(s.kind, s.begin, s.end) for s in trace.device]
     if seen:  # the device stood still from the forward's end on
         assert spans == [("forward", 1.0, 3.0), ("sample", 5.0, 9.0)]
