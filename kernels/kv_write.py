@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
@@ -31,11 +32,8 @@ def kv_write(
     for name, new in (("k", k), ("v", v)):
         check_shape(name, new, (locs.shape[0], *keys.shape[1:]))
     if implementation == "xla":
-
-        def write(cache: jax.Array, new: jax.Array) -> jax.Array:
-            return cache.at[locs].set(new.astype(cache.dtype), mode="drop", wrap_negative_indices=False)
-
-        return write(keys, k), write(values, v)
+        write = _scatter if locs.shape[0] != 1 else _update
+        return write(keys, k.astype(keys.dtype), locs), write(values, v.astype(values.dtype), locs)
     size, heads, dim = keys.shape
     width = heads * dim
     lanes = min(_LANES, pl.next_power_of_2(width))
@@ -50,6 +48,18 @@ def kv_write(
         name="kv_write",
     )(locs, k.reshape(-1, width), v.reshape(-1, width), keys.reshape(size, width), values.reshape(size, width))
     return written[0].reshape(keys.shape), written[1].reshape(keys.shape)
+
+
+def _scatter(cache: jax.Array, new: jax.Array, locs: jax.Array) -> jax.Array:
+    return cache.at[locs].set(new, mode="drop", wrap_negative_indices=False)
+
+
+def _update(cache: jax.Array, new: jax.Array, locs: jax.Array) -> jax.Array:
+    """`_scatter` of one token. XLA makes this of it too, but takes several kernels of a CPU to it."""
+    start = (locs[0], 0, 0)
+    is_there = (locs[0] >= 0) & (locs[0] < cache.shape[0])
+    old = lax.dynamic_slice(cache, start, new.shape, allow_negative_indices=False)
+    return lax.dynamic_update_slice(cache, jnp.where(is_there, new, old), start, allow_negative_indices=False)
 
 
 def _kernel(

@@ -207,9 +207,9 @@ def show(console: Console, figures: dict[str, Any]) -> None:
         table.add_row(batch, f"{x['turn_us']:.1f}", *spread, *parts)
     console.print(table)
     for batch, x in figures.items():
-        with_step = x["traced_step"]
-        tracing = f"tracing adds {x['trace_us']:.1f} us ({100 * x['trace_us'] / x['turn_us']:.0f} %), to a turn with a "
-        tracing += f"step of {with_step['step_ms']:g} ms {100 * (with_step['ratio'] - 1):.1f} %"
+        step_ms, ratio = x["traced_step"]["step_ms"], x["traced_step"]["ratio"]
+        tracing = f"tracing adds {x['trace_us']:.1f} us ({100 * x['trace_us'] / x['turn_us']:.0f} %); "
+        tracing += f"a turn with a step of {step_ms:g} ms takes {ratio:.3f} times as long with it"
         notes = [tracing, f"a result costs its caller {x['render_us']:.1f} us"]
         if "of_sglang" in x:
             low, high = x["sglang_us"]

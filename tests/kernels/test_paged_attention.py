@@ -201,6 +201,18 @@ def test_kv_write_drops_what_is_outside_and_casts(implementation):
         assert out[:, 0, 0].tolist() == [7, 7, 1, 7]
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("loc", [-1, 0, 3, 4])
+def test_kv_write_of_one_token(implementation, loc):
+    old = jnp.arange(2 * 4 * 8, dtype=jnp.bfloat16).reshape(2, 4, 1, 8)
+    new = jnp.full((2, 1, 1, 8), -1.001, jnp.float32)
+    for out, was in zip(kv_write(*old, *new, jnp.array([loc], jnp.int32), implementation=implementation), old):
+        expected = np.array(was, np.float32)
+        if 0 <= loc < 4:
+            expected[loc] = -1
+        np.testing.assert_array_equal(np.array(out, np.float32), expected)
+
+
 def test_wrong_shapes_are_refused():
     q, kv = jnp.zeros((2, 4, 8)), jnp.zeros((16, 3, 8))
     table, lens = jnp.zeros((2, 4), jnp.int32), jnp.zeros(2, jnp.int32)
