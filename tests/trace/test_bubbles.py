@@ -212,6 +212,32 @@ def test_a_recorder_gives_what_it_has_so_far():
         assert len(recorder.trace().host) > first > 0
 
 
+def test_an_entry_that_is_being_written_is_left_out():
+    with host_engine() as engine:
+        recorder = Recorder(engine.runner)
+        engine._loop.record(recorder)
+        engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 2, "temperature": 0.0})
+    log = recorder._log
+    whole = [(s.kind, s.begin, s.end) for s in read.read(log, []).host]
+    lengths = []
+    for cut in range(len(log)):
+        host = read.read(log[:cut], []).host
+        assert [(s.kind, s.begin, s.end) for s in host] == whole[: len(host)]
+        lengths.append(len(host))
+    assert lengths == sorted(lengths)
+    assert 0 < lengths[-1] < len(whole)
+
+
+def test_a_wait_for_a_launch_before_the_trace_has_its_number_alone():
+    class Mode:
+        value = "DECODE"
+
+    log = [read.TURN, 0.0, "launch", 1.0, 2.0, 8, Mode, 3, "wait", 3.0, 4.0, 7, read.END, 5.0, 5.0]
+    log += [read.TURN, 6.0, "wait", 7.0, 8.0, 8, read.END, 9.0, 9.5]
+    waits = [(s.launch, s.mode, s.rows) for s in read.read(log, []).host if s.kind == "wait"]
+    assert waits == [(7, "", 0), (8, "DECODE", 3)]
+
+
 def test_a_turn_leaves_few_entries_in_the_log():
     """What recording costs is what it appends: no objects a row, no more with more rows."""
     lengths = set()
