@@ -202,12 +202,12 @@ class Loop:
             ended = time.perf_counter()
             with self.lock:
                 told = self._deliver()
+                if recorder is not None:
+                    recorder.end_turn(ended, time.perf_counter() if told else ended)
                 self._in_turn = False
                 for waiter, done in self._waiters.items():
                     if done():
                         waiter.notify()
-            if recorder is not None:
-                recorder.end_turn(ended, time.perf_counter() if told else ended)
             if self.scheduler.only_compiles:
                 time.sleep(GRAMMAR_POLL)
         except EngineError:

@@ -32,7 +32,7 @@ def kv_write(
     for name, new in (("k", k), ("v", v)):
         check_shape(name, new, (locs.shape[0], *keys.shape[1:]))
     if implementation == "xla":
-        write = _scatter if locs.shape[0] != 1 else _update
+        write = _update if locs.shape[0] == 1 and keys.shape[0] else _scatter
         return write(keys, k.astype(keys.dtype), locs), write(values, v.astype(values.dtype), locs)
     size, heads, dim = keys.shape
     width = heads * dim

@@ -14,7 +14,7 @@ from jax import lax
 
 KV_BLOCK = 64  # tokens of KV looked at in one turn of a loop (at least one page)
 Q_BLOCK = 16  # prompt tokens of one row handled together
-MASKED = -1e30
+LOWEST = -1e30  # the peak before any score: finite, so that a masked score, -inf, weighs 0 whatever the others are
 
 
 class _Running(NamedTuple):
@@ -26,7 +26,7 @@ class _Running(NamedTuple):
 
     @classmethod
     def start(cls, shape: tuple[int, ...]) -> _Running:
-        return cls(jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1], jnp.float32))
+        return cls(jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], LOWEST), jnp.zeros(shape[:-1], jnp.float32))
 
     def result(self) -> jax.Array:
         return self.out / jnp.where(self.total > 0, self.total, 1.0)[..., None]
@@ -126,9 +126,9 @@ def _attend(
     scores = jnp.einsum(
         f"bhgd,{batch}hkd->bhgk", q, k, precision=precision, preferred_element_type=jnp.float32
     )  # [X, Hkv, G, width]
-    scores = jnp.where(mask, scores * scale, MASKED)
+    scores = jnp.where(mask, scores * scale, -jnp.inf)
     peak = jnp.maximum(running.peak, scores.max(-1))
-    weights = jnp.exp(scores - peak[..., None])  # 0 where masked; 1 where nothing was seen yet, over values of 0
+    weights = jnp.exp(scores - peak[..., None])
     shrink = jnp.exp(running.peak - peak)
     out = jnp.einsum(f"bhgk,{batch}hkd->bhgd", weights, v, precision=precision, preferred_element_type=jnp.float32)
     return _Running(running.out * shrink[..., None] + out, peak, running.total * shrink + weights.sum(-1))

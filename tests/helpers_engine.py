@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import models as token_models
 
 from jaxoverlap.config import EngineConfig
+from jaxoverlap.driver import Driver
 from jaxoverlap.engine import Engine
 from jaxoverlap.tokenizer import Tokenizer
 
@@ -109,3 +111,16 @@ def byte_fallback_tokenizer():
     )
     backend.add_special_tokens([AddedToken("<s>", special=True)])
     return Tokenizer(backend, {}, None)
+
+
+class SeeingDriver(Driver):
+    """Calls `see(ask)` before it answers."""
+
+    def __init__(self, runner, see):
+        super().__init__(runner)
+        self.answers = {kind: partial(self.answer_seen, see, answer) for kind, answer in self.answers.items()}
+
+    @staticmethod
+    def answer_seen(see, answer, ask):
+        see(ask)
+        return answer(ask)

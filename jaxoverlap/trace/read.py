@@ -1,7 +1,7 @@
 """From the recorder's flat log to a Trace.
 
-The log is a list of entries, each a tag and as many values as LENGTH says: times (`time.perf_counter`), a launch's
-number, its ForwardMode, its rows. Tags that are strings are the kinds of the host's spans.
+The log is a list of entries, each a tag and as many values as LENGTH says. Times are `time.perf_counter`, launches are
+given by their number, modes are ForwardMode. Tags that are strings are the kinds of the host's spans.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ GAINED = 7  # number, tokens that the rows of a verify step gained
 LENGTH: dict[Any, int] = {
     TURN: 1, END: 2, CAUSE: 1, COMPILED: 1, READY: 2, SPANS: 2, FORWARD: 2, GAINED: 2,
     **dict.fromkeys(("receive", "compose", "mask", "process", "stream"), 1),  # time: since the entry before it was this
-    **dict.fromkeys(("launch", "sample"), 5),  # begin, end, number, mode, rows: the driver answered
-    "wait": 3,  # begin, end, number
+    **dict.fromkeys(("launch", "sample", "wait"), 5),  # begin, end, number, mode, rows: the driver answered
     "sync": 2,  # begin, end
 }  # fmt: skip
 About = tuple[int, str, int]  # a launch's number, mode, rows
@@ -64,7 +63,6 @@ def _entries(log: list[Any]) -> Iterator[tuple[Any, ...]]:
 def _host(entries: list[tuple[Any, ...]], causes: dict[int, str]) -> Iterator[tuple[Any, ...]]:
     """The spans of the thread that turns, but for their cause, in order; fills `causes` by turn."""
     turn, begin, kind, launched, about = 0, 0.0, "", False, NOTHING
-    launches: dict[int, About] = {}
     for tag, *values in entries:
         if tag == TURN:
             turn, begin, kind, launched, about = turn + 1, values[0], "compose", False, NOTHING
@@ -78,10 +76,7 @@ def _host(entries: list[tuple[Any, ...]], causes: dict[int, str]) -> Iterator[tu
         elif tag in ("launch", "sample", "wait", "sync"):
             asked, done, *which = values
             yield kind, begin, asked, turn, *about
-            if len(which) == 3:
-                number, mode, rows = which
-                launches[number] = number, mode.value, rows
-            about = launches.get(which[0], (which[0], "", 0)) if which else NOTHING  # launched before the trace began
+            about = (which[0], which[1].value, which[2]) if which else NOTHING
             yield tag, asked, done, turn, *about
             begin, launched = done, launched or tag == "launch"
             kind = kind if tag == "sync" else "process"

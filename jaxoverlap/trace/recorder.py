@@ -132,32 +132,24 @@ class Recorder(Driver):
         result = self.runner.wait(ask.handle)
         done = time.perf_counter()
         number = ask.launch.number
-        note = self._note
-        note("wait")
-        note(asked)
-        note(done)
-        note(number)
+        self._note_step("wait", asked, done, ask.launch, len(ask.launch.requests))
         if result.accept_lens is not None:
             self._log += (GAINED, number, int(result.accept_lens.sum()))
         if self._tells_spans:
             if number != self._told:
-                note(SPANS)
-                note(number)
-                note(self.runner.device_spans(ask.handle))  # type: ignore[attr-defined]
+                self._log += (SPANS, number, self.runner.device_spans(ask.handle))  # type: ignore[attr-defined]
                 self._told = number
             return result
         self._looked = done  # what follows in flight has just begun
         in_flight = self._in_flight
         while in_flight and in_flight[0][0] <= number:
-            note(READY)
-            note(in_flight.popleft()[0])
-            note(done)
+            self._log += (READY, in_flight.popleft()[0], done)
         return result
 
     def drafts(self, ask: Drafts) -> np.ndarray:
         asked = self._now_looked()
         drafts = super().drafts(ask)
-        self._log += ("wait", asked, time.perf_counter(), ask.launch.number)
+        self._note_step("wait", asked, time.perf_counter(), ask.launch, len(ask.launch.requests))
         return drafts
 
     def sync(self, ask: Sync) -> np.ndarray:

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import jsonschema
 import numpy as np
 import pytest
-from helpers_engine import byte_level_tokenizer, check_all_back
+from helpers_engine import SeeingDriver, byte_level_tokenizer, check_all_back
 from helpers_grammar import END, allowed, byte_backend, grammar
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.core import Launch, RequestError, Sample
 from jaxoverlap.device.runner import JaxRunner
-from jaxoverlap.driver import Driver
 from jaxoverlap.engine import Engine
 from jaxoverlap.grammar.backend import LLGrammar
 from jaxoverlap.models.checksum import ChecksumConfig, ChecksumModel
@@ -182,20 +181,19 @@ def test_random_loads(runner, backend):
 # The order of things: a mask is made when every token before it was accepted, never earlier.
 
 
-class Watcher(Driver):
+class Watcher(SeeingDriver):
     """Checks each mask as it comes: the grammar has taken what stands before the token that the mask is for."""
 
     def __init__(self, runner, accepted, early=False):
-        super().__init__(runner)
+        super().__init__(runner, self.see)
         self.accepted, self.early = accepted, early
         self.late = self.at_launch = 0
 
-    def answer(self, ask):
+    def see(self, ask):
         if type(ask) is Sample:
             self.late += self.check(ask.launch)
         elif type(ask) is Launch and ask.mask is not None:
             self.at_launch += 1 if self.early else self.check(ask)
-        return super().answer(ask)
 
     def check(self, launch):
         rows = 0
@@ -238,14 +236,12 @@ def test_the_late_sampling_is_launched_behind_the_result_before(runner, backend)
     """Launch N, wait for N-1, sample N: and N+1 is launched before N is waited for, its token read on the device."""
     asked = []
 
-    class Notes(Driver):
-        def answer(self, ask):
-            asked.append((type(ask).__name__, (ask if type(ask) is Launch else ask.launch).number))
-            return super().answer(ask)
+    def see(ask):
+        asked.append((type(ask).__name__, (ask if type(ask) is Launch else ask.launch).number))
 
     engine = engine_on(runner, backend)
     grammar(backend, "regex", "[a-z]{8}")
-    engine._loop.driver = Notes(runner)
+    engine._loop.driver = SeeingDriver(runner, see)
     result = engine.generate(input_ids=[50], sampling_params=params(20, regex="[a-z]{8}"))
     engine.wait_idle()
     assert result["output_ids"] == expected(backend, [50], params(20, regex="[a-z]{8}"))

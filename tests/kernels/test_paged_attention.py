@@ -174,6 +174,17 @@ def test_rows_do_not_touch_each_other(implementation):
     np.testing.assert_array_equal(whole[0], alone[0])
 
 
+@pytest.mark.parametrize("score", [-2e30, -np.inf])
+def test_no_token_sees_the_future_whatever_its_scores(score):
+    """Keys that overflowed: in XLA's form, whose masked scores stand beside the real ones."""
+    keys = jnp.full((16, 1, 4), score / 4, jnp.float32)
+    values = jnp.full((16, 1, 4), 1.0, jnp.float32).at[5:].set(1e9)
+    q, four = jnp.ones((4, 1, 4), jnp.float32), jnp.array([4], jnp.int32)
+    rows = (jnp.array([[0]], jnp.int32), four + 4, jnp.array([0], jnp.int32), four)
+    out = extend_attention(q, keys, values, *rows, page_size=16, first_loc=0, scale=1.0, implementation="xla")
+    assert np.abs(np.asarray(out[0])).max() <= 1.0  # position 4 of 8
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("heads", "dim"), [(2, 4), (3, 80), (9, 128)])
 @pytest.mark.parametrize("padding", [0, 1, 5])

@@ -5,31 +5,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers_engine import check_all_back
+from helpers_engine import SeeingDriver, check_all_back
 from test_grammars import PROMPT, TOTAL, backend, check_ended, drafting, engine, expected, runner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "grammar"))
 from test_engine_grammars import params, random_load, run_load
 
 from jaxoverlap.core import ForwardMode, Launch
-from jaxoverlap.driver import Driver
 
 __all__ = ["backend", "runner"]  # fixtures
 
 
-class Notes(Driver):
+class Notes(SeeingDriver):
     """What turns asked for, by launch number."""
 
     def __init__(self, runner):
-        super().__init__(runner)
+        super().__init__(runner, self.see)
         self.asked, self.known = [], []
 
-    def answer(self, ask):
+    def see(self, ask):
         launch = ask if type(ask) is Launch else ask.launch
         self.asked.append((type(ask).__name__, launch.number))
         if type(ask) is Launch and launch.mode is ForwardMode.DECODE:
             self.known.append(launch.mask is not None)
-        return super().answer(ask)
 
 
 def order_of(runner, backend, **settings):
