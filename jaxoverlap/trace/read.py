@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from jaxoverlap.core import ForwardMode
 from jaxoverlap.trace.events import Span, Trace
 
 TURN = 0  # begin
@@ -63,6 +64,7 @@ def _entries(log: list[Any]) -> Iterator[tuple[Any, ...]]:
 def _host(entries: list[tuple[Any, ...]], causes: dict[int, str]) -> Iterator[tuple[Any, ...]]:
     """The spans of the thread that turns, but for their cause, in order; fills `causes` by turn."""
     turn, begin, kind, launched, about = 0, 0.0, "", False, NOTHING
+    modes: dict[int, ForwardMode] = {}  # a wait notes its own rank's, not that of the step that all ranks share
     for tag, *values in entries:
         if tag == TURN:
             turn, begin, kind, launched, about = turn + 1, values[0], "compose", False, NOTHING
@@ -76,7 +78,9 @@ def _host(entries: list[tuple[Any, ...]], causes: dict[int, str]) -> Iterator[tu
         elif tag in ("launch", "sample", "wait", "sync"):
             asked, done, *which = values
             yield kind, begin, asked, turn, *about
-            about = (which[0], which[1].value, which[2]) if which else NOTHING
+            if tag == "launch":
+                modes[which[0]] = which[1]
+            about = (which[0], modes.get(which[0], which[1]).value, which[2]) if which else NOTHING
             yield tag, asked, done, turn, *about
             begin, launched = done, launched or tag == "launch"
             kind = kind if tag == "sync" else "process"

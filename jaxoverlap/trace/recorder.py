@@ -131,8 +131,14 @@ class Recorder(Driver):
         asked = time.perf_counter()
         result = self.runner.wait(ask.handle)
         done = time.perf_counter()
-        number = ask.launch.number
-        self._note_step("wait", asked, done, ask.launch, len(ask.launch.requests))
+        note, launch = self._note, ask.launch
+        number = launch.number
+        note("wait")
+        note(asked)
+        note(done)
+        note(number)
+        note(launch.mode)
+        note(len(launch.requests))
         if result.accept_lens is not None:
             self._log += (GAINED, number, int(result.accept_lens.sum()))
         if self._tells_spans:
@@ -149,7 +155,8 @@ class Recorder(Driver):
     def drafts(self, ask: Drafts) -> np.ndarray:
         asked = self._now_looked()
         drafts = super().drafts(ask)
-        self._note_step("wait", asked, time.perf_counter(), ask.launch, len(ask.launch.requests))
+        launch = ask.launch
+        self._log += ("wait", asked, time.perf_counter(), launch.number, launch.mode, len(launch.requests))
         return drafts
 
     def sync(self, ask: Sync) -> np.ndarray:
