@@ -34,7 +34,7 @@ class Span:
     end: float
     turn: int
     launch: int = 0  # number of the launch concerned; 0: none
-    mode: str = ""
+    mode: str = ""  # of the launch, as its rows are: all ranks' where they share it; unknown if the trace began later
     rows: int = 0
     cause: str = ""
     tokens: int = 0  # of a device step that verifies: what its rows gained, drafts that counted included

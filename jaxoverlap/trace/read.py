@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from jaxoverlap.core import ForwardMode
 from jaxoverlap.trace.events import Span, Trace
 
 TURN = 0  # begin
@@ -25,7 +24,8 @@ GAINED = 7  # number, tokens that the rows of a verify step gained
 LENGTH: dict[Any, int] = {
     TURN: 1, END: 2, CAUSE: 1, COMPILED: 1, READY: 2, SPANS: 2, FORWARD: 2, GAINED: 2,
     **dict.fromkeys(("receive", "compose", "mask", "process", "stream"), 1),  # time: since the entry before it was this
-    **dict.fromkeys(("launch", "sample", "wait"), 5),  # begin, end, number, mode, rows: the driver answered
+    **dict.fromkeys(("launch", "sample"), 5),  # begin, end, number, mode, rows: the driver answered
+    "wait": 3,  # begin, end, number
     "sync": 2,  # begin, end
 }  # fmt: skip
 About = tuple[int, str, int]  # a launch's number, mode, rows
@@ -64,7 +64,7 @@ def _entries(log: list[Any]) -> Iterator[tuple[Any, ...]]:
 def _host(entries: list[tuple[Any, ...]], causes: dict[int, str]) -> Iterator[tuple[Any, ...]]:
     """The spans of the thread that turns, but for their cause, in order; fills `causes` by turn."""
     turn, begin, kind, launched, about = 0, 0.0, "", False, NOTHING
-    modes: dict[int, ForwardMode] = {}  # a wait notes its own rank's, not that of the step that all ranks share
+    launches: dict[int, About] = {}
     for tag, *values in entries:
         if tag == TURN:
             turn, begin, kind, launched, about = turn + 1, values[0], "compose", False, NOTHING
@@ -78,9 +78,12 @@ def _host(entries: list[tuple[Any, ...]], causes: dict[int, str]) -> Iterator[tu
         elif tag in ("launch", "sample", "wait", "sync"):
             asked, done, *which = values
             yield kind, begin, asked, turn, *about
-            if tag == "launch":
-                modes[which[0]] = which[1]
-            about = (which[0], modes.get(which[0], which[1]).value, which[2]) if which else NOTHING
+            if len(which) == 3:
+                number, mode, rows = which
+                about = number, mode.value, rows
+                launches.setdefault(number, about)
+            else:
+                about = launches.get(which[0], (which[0], "", 0)) if which else NOTHING
             yield tag, asked, done, turn, *about
             begin, launched = done, launched or tag == "launch"
             kind = kind if tag == "sync" else "process"

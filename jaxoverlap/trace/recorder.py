@@ -131,19 +131,19 @@ class Recorder(Driver):
         asked = time.perf_counter()
         result = self.runner.wait(ask.handle)
         done = time.perf_counter()
-        note, launch = self._note, ask.launch
-        number = launch.number
+        number = ask.launch.number
+        note = self._note
         note("wait")
         note(asked)
         note(done)
         note(number)
-        note(launch.mode)
-        note(len(launch.requests))
         if result.accept_lens is not None:
             self._log += (GAINED, number, int(result.accept_lens.sum()))
         if self._tells_spans:
             if number != self._told:
-                self._log += (SPANS, number, self.runner.device_spans(ask.handle))  # type: ignore[attr-defined]
+                note(SPANS)
+                note(number)
+                note(self.runner.device_spans(ask.handle))  # type: ignore[attr-defined]
                 self._told = number
             return result
         self._looked = done  # what follows in flight has just begun
@@ -155,8 +155,7 @@ class Recorder(Driver):
     def drafts(self, ask: Drafts) -> np.ndarray:
         asked = self._now_looked()
         drafts = super().drafts(ask)
-        launch = ask.launch
-        self._log += ("wait", asked, time.perf_counter(), launch.number, launch.mode, len(launch.requests))
+        self._log += ("wait", asked, time.perf_counter(), ask.launch.number)
         return drafts
 
     def sync(self, ask: Sync) -> np.ndarray:
