@@ -36,7 +36,7 @@ def test_host(capsys):
         assert x["turn_us_none_waiting"] > 0
         assert x["waiting"] == 7
         assert x["traced_step"]["step_ms"] == STEP_MS
-        assert 0.5 < x["traced_step"]["ratio"] < 2
+        assert x["traced_step"]["ratio"] > 0
     assert data["1"]["of_sglang"] == [data["1"]["turn_us"] / 690, data["1"]["turn_us"] / 400]
     assert "of_sglang" not in data["5"]
 
