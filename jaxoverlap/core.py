@@ -170,11 +170,11 @@ class Batch:
 
     mode: ForwardMode
     requests: list[Request]
-    slots: np.ndarray  # int32 [B]
+    slots: np.ndarray  # intp [B]
     epochs: np.ndarray  # int64 [B], as in Launch
-    seq_lens: np.ndarray  # int32 [B], tokens in cache after this step, as the host knows them
-    extend_lens: np.ndarray | None = None  # int32 [B]
-    prefix_lens: np.ndarray | None = None  # int32 [B]
+    seq_lens: np.ndarray  # intp [B], tokens in cache after this step, as the host knows them
+    extend_lens: np.ndarray | None = None  # intp [B]
+    prefix_lens: np.ndarray | None = None  # intp [B]
     input_ids: np.ndarray | None = None  # int32 [sum of extend_lens over the prefill rows]
     num_decoding: int = 0  # rows at the end of a MIXED batch that decode
     chunked: Request | None = None
@@ -206,12 +206,12 @@ class Launch:
     number: int  # SGLang's forward_ct, from 1
     mode: ForwardMode
     requests: list[Request]
-    slots: np.ndarray  # int32 [B]
+    slots: np.ndarray  # intp [B]
     epochs: np.ndarray  # int64 [B]; a row is stale once its slot's epoch has moved on
-    seq_lens: np.ndarray  # int32 [B]; with speculation a decode row's length before the step, one result late
-    extend_lens: np.ndarray | None
-    prefix_lens: np.ndarray | None
-    input_ids: np.ndarray | None
+    seq_lens: np.ndarray  # intp [B]; with speculation a decode row's length before the step, one result late
+    extend_lens: np.ndarray | None  # intp [B]
+    prefix_lens: np.ndarray | None  # intp [B]
+    input_ids: np.ndarray | None  # int32 [sum of extend_lens over the prefill rows]
     num_decoding: int
     page_writes: np.ndarray  # int32 [3, N]: slot, index into the row, page
     delay_sample: bool = False

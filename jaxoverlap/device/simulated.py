@@ -155,7 +155,7 @@ class SimulatedRunner:
 
     def _run(self, handle: Handle) -> None:
         launch = handle.launch
-        slots, index, pages = launch.page_writes
+        slots, index, pages = launch.page_writes.astype(np.intp)
         self._page_table[slots, index] = pages
         if launch.mode is ForwardMode.IDLE:
             handle.result = StepResult(np.empty(0, np.int32))

@@ -79,7 +79,7 @@ class KVCache:
         return int(np.count_nonzero(self.slots.committed_len[slots] % self.page_size == 0)) * self.page_size
 
     def decode(self, slots: np.ndarray) -> None:
-        """A place for one more token in each row; `slots` int32 [B]."""
+        """A place for one more token in each row; `slots` intp [B]."""
         self.evict_for(len(slots) * self.page_size)
         at = self.slots.committed_len[slots]
         if self.page_size == 1:
@@ -123,7 +123,7 @@ class KVCache:
         first = request.protected_len // self.page_size
         changed = first + np.flatnonzero(pages[first:] != row[first : len(pages)])
         if len(changed):
-            self.slots.set_pages(np.full(len(changed), slot, np.int32), changed, pages[changed])
+            self.slots.set_pages(np.full(len(changed), slot), changed, pages[changed])
         request.protected_len = len(pages) * self.page_size
         self.unlock(request.last_node)
         self.lock(node)
@@ -173,5 +173,4 @@ class KVCache:
 
     def _write_row(self, slot: int, first: int, pages: np.ndarray) -> None:
         if len(pages):
-            index = np.arange(first, first + len(pages), dtype=np.int32)
-            self.slots.set_pages(np.full(len(pages), slot, np.int32), index, pages)
+            self.slots.set_pages(np.full(len(pages), slot), np.arange(first, first + len(pages)), pages)

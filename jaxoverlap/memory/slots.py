@@ -1,6 +1,8 @@
 """The slot table: every number of a resident request, as NumPy columns indexed by slot.
 
 A turn works on these columns with the batch's array of slots, not on requests one by one. Row 0 is the padding row.
+Slots, lengths and places are np.intp, one array indexes at a time, and no ufunc writes into its input: each of the
+other ways takes NumPy 0.1-0.2 ms once a turn where a model on the CPU has emptied the caches (BUILD_NOTES.md, Host).
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ MOST_TOKENS = 1 << 32  # of all slots together: the columns are memory of the ho
 class Rows:
     """What the table says of a batch's rows until its `version` moves; gathered once for many turns."""
 
-    slots: np.ndarray  # int32 [B]
+    slots: np.ndarray  # intp [B]
     epochs: np.ndarray  # int64 [B]
     version: int
     live: np.ndarray  # bool [B]: the row's request still holds the slot
     all_live: bool
-    starts: np.ndarray  # int64 [B], place of the first output in the flattened `tokens`
-    caps: np.ndarray  # int32 [B], max_new
+    starts: np.ndarray  # intp [B], place of the first output in the flattened `tokens`
+    caps: np.ndarray  # intp [B], max_new
     stops: tuple[np.ndarray, ...]  # int32 [B] each; a row with fewer stop ids has NO_STOP there
     by_hand: np.ndarray | None  # bool [B]; None: no row
     streams_each: bool  # every row streams every token, and none is looked at by hand
@@ -50,12 +52,13 @@ class SlotTable:
         self.logprobs = np.zeros((rows, capacity), np.float32)  # of the token in the same place
         self._flat_tokens, self._flat_logprobs = self.tokens.reshape(-1), self.logprobs.reshape(-1)
         self.page_table = np.zeros((rows, -(-capacity // page_size)), np.int32)
-        self.prompt_len = np.zeros(rows, np.int32)
-        self.output_len = np.zeros(rows, np.int32)  # committed output tokens
-        self.committed_len = np.zeros(rows, np.int32)  # tokens whose KV is written or being written
-        self.allocated_len = np.zeros(rows, np.int32)  # tokens that have a place in the row's pages
-        self.verify_len = np.zeros(rows, np.int32)  # length before the last verify step, as far as the host has heard
-        self.max_new = np.zeros(rows, np.int32)
+        self._flat_page_table = self.page_table.reshape(-1)
+        self.prompt_len = np.zeros(rows, np.intp)
+        self.output_len = np.zeros(rows, np.intp)  # committed output tokens
+        self.committed_len = np.zeros(rows, np.intp)  # tokens whose KV is written or being written
+        self.allocated_len = np.zeros(rows, np.intp)  # tokens that have a place in the row's pages
+        self.verify_len = np.zeros(rows, np.intp)  # length before the last verify step, as far as the host has heard
+        self.max_new = np.zeros(rows, np.intp)
         self.epoch = np.zeros(rows, np.int64)  # moves on when the slot is freed
         self.stop_ids = np.full((rows, 4), NO_STOP, np.int32)
         self.stream = np.zeros(rows, bool)
@@ -128,7 +131,7 @@ class SlotTable:
             version=self.version,
             live=live,
             all_live=bool(live.all()),
-            starts=slots.astype(np.int64) * self.tokens.shape[1] + self.prompt_len[slots],
+            starts=slots * self.tokens.shape[1] + self.prompt_len[slots],
             caps=self.max_new[slots],
             stops=tuple(np.ascontiguousarray(ids) for ids in stops.T if (ids != NO_STOP).any()),
             by_hand=by_hand if some_by_hand else None,
@@ -145,7 +148,7 @@ class SlotTable:
         return self.logprobs[slot, n : n + self.output_len[slot]]
 
     def append(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray | None) -> None:
-        """One more output token for each row; `slots`, `tokens` int32 [n], `logprobs` float32 [n]."""
+        """One more output token for each row; `slots` intp [n], `tokens` int32 [n], `logprobs` float32 [n]."""
         at = self.prompt_len[slots] + self.output_len[slots]
         self.tokens[slots, at] = tokens
         if logprobs is not None:
@@ -153,13 +156,13 @@ class SlotTable:
         self.output_len[slots] += 1
 
     def append_rows(self, rows: Rows, tokens: np.ndarray, logprobs: np.ndarray | None) -> np.ndarray:
-        """`append` for a batch; returns int32 [B], the output tokens that each row then has."""
+        """`append` for a batch; returns intp [B], the output tokens that each row then has."""
         lens = self.output_len[rows.slots]
         at = rows.starts + lens
         self._flat_tokens[at] = tokens
         if logprobs is not None:
             self._flat_logprobs[at] = logprobs
-        lens += 1
+        lens = lens + 1
         self.output_len[rows.slots] = lens
         return lens
 
@@ -169,7 +172,7 @@ class SlotTable:
 
     def set_pages(self, slots: np.ndarray, index: np.ndarray, pages: np.ndarray) -> None:
         """page_table[slots, index] = pages, and the change goes to the device with the next launch."""
-        self.page_table[slots, index] = pages
+        self._flat_page_table[slots * self.page_table.shape[1] + index] = pages
         self._writes.append((slots, index, pages))
 
     def take_page_writes(self) -> np.ndarray:

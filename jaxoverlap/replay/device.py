@@ -140,7 +140,7 @@ class RankRunner:
             (pages - 1) * self.page_size + offsets + 1 + self.first_location,
         )
         flat = np.stack([w.reshape(-1) for w in writes]).astype(np.int32)
-        return dataclasses.replace(launch, slots=launch.slots + np.int32(self.first_slot), page_writes=flat)
+        return dataclasses.replace(launch, slots=launch.slots + self.first_slot, page_writes=flat)
 
 
 def _shifted(progress: Progress, before: int, total: int, done: int, _: int, name: str) -> None:

@@ -19,7 +19,7 @@ def idle_batch() -> Batch:
 
 
 def _batch(mode: ForwardMode, is_full: bool = False) -> Batch:
-    none = np.empty(0, np.int32)
+    none = np.empty(0, np.intp)
     return Batch(mode, [], none, np.empty(0, np.int64), none, is_full=is_full)
 
 

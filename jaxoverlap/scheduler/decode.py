@@ -130,7 +130,7 @@ def prepare_for_decode(s: Scheduler, batch: Batch) -> None:
 
 
 def known_lengths(s: Scheduler, batch: Batch) -> np.ndarray:
-    """int32 [B], each row's length as the host knows it before a verify step. The normal loop knows the true one; the
+    """intp [B], each row's length as the host knows it before a verify step. The normal loop knows the true one; the
     overlap loop, like SGLang's, the length that went into the row's last verify step: the device has the true one."""
     table, slots = s.slots, batch.slots
     committed = table.prompt_len[slots] + table.output_len[slots] - 1

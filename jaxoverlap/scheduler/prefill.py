@@ -90,9 +90,9 @@ def prefill_batch(s: Scheduler, chosen: list[Request]) -> Batch:
             r.cached_tokens, r.cached_counted = r.prefix_len, True
             s.counters.cached_tokens += r.prefix_len
         s.counters.prompt_tokens += r.extend_len
-    slots = np.array([r.slot for r in chosen], np.int32)
-    prefix = np.array([r.prefix_len for r in chosen], np.int32)
-    extend = np.array([r.extend_len for r in chosen], np.int32)
+    slots = np.array([r.slot for r in chosen], np.intp)
+    prefix = np.array([r.prefix_len for r in chosen], np.intp)
+    extend = np.array([r.extend_len for r in chosen], np.intp)
     ids = [s.slots.tokens[r.slot, r.prefix_len : r.prefix_len + r.extend_len] for r in chosen]
     return Batch(
         mode=ForwardMode.EXTEND,
@@ -125,7 +125,7 @@ def mix_with_running(s: Scheduler, batch: Batch) -> None:
     prepare_for_decode(s, running)
     assert batch.extend_lens is not None
     assert batch.prefix_lens is not None
-    batch.extend_lens = np.concatenate([batch.extend_lens, np.ones(len(running), np.int32)])
+    batch.extend_lens = np.concatenate([batch.extend_lens, np.ones(len(running), np.intp)])
     batch.prefix_lens = np.concatenate([batch.prefix_lens, running.seq_lens - 1])
     batch.mode = ForwardMode.MIXED
     batch.num_decoding = len(running)

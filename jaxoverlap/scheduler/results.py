@@ -66,13 +66,13 @@ def process_decode(s: Scheduler, launch: Launch, result: StepResult) -> None:
     if s.observer is not None:
         for r, token in zip(requests, tokens):
             s.observer.row("committed", r, [int(token)])
-    look = lens >= rows.caps
+    look = lens >= rows.caps  # nothing in place: see memory/slots.py
     for ids in rows.stops:
-        look |= ids == tokens
+        look = look | (ids == tokens)
     if rows.by_hand is not None:
-        look |= rows.by_hand
-    look |= tokens.view(np.uint32) >= s.vocab_size  # negative ones too
-    if look.any():
+        look = look | rows.by_hand
+    look = look | (tokens.view(np.uint32) >= s.vocab_size)  # negative ones too
+    if np.count_nonzero(look):  # `any` is Python inside
         for i in np.flatnonzero(look):
             check_finish(s, requests[i])
 

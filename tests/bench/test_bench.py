@@ -99,6 +99,9 @@ def test_offline(capsys, tiny):
     assert len(x["ratios"]) == offline.ROUNDS
     assert x["ratio"] == np.median(x["ratios"])
     assert min(x["ratios"]) > 0
+    assert len(x["traced"]) == offline.ROUNDS
+    assert x["traced_ratio"] == np.median(x["traced"])
+    assert min(x["traced"]) > 0
 
 
 @pytest.mark.soak

@@ -35,6 +35,15 @@ def test_attach_writes_the_row():
     assert table.num_free == 1
 
 
+def test_lengths_and_places_are_of_the_type_that_indexes():
+    table = SlotTable(3, 16, 4)
+    table.attach(request(), 1)
+    rows = table.rows(np.array([1]), np.array([0]))
+    lens = table.append_rows(rows, i32(50), None)
+    columns = ("prompt_len", "output_len", "committed_len", "allocated_len", "verify_len", "max_new")
+    assert all(x.dtype == np.intp for x in (rows.starts, rows.caps, lens, *(getattr(table, c) for c in columns)))
+
+
 def test_slots_go_out_in_the_order_in_which_they_came_back():
     table = SlotTable(3, 8, 1)
     first, second, third = (request(rid) for rid in "abc")

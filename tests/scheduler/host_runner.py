@@ -78,6 +78,8 @@ class HostRunner:
 
     def launch_one(self, x):
         self.launches.append(x)
+        lengths = x.slots, x.seq_lens, x.extend_lens, x.prefix_lens
+        assert all(a is None or a.dtype == np.intp for a in lengths)
         slots, index, pages = x.page_writes
         self.page_table[slots, index] = pages
         handle = Handle(x)
