@@ -8,8 +8,13 @@ from jaxoverlap.core import Launch
 from jaxoverlap.device.step import FAULT_NONE, FAULT_UNWRITTEN
 
 
+_UNSIGNED = {np.dtype(np.int32): np.uint32, np.dtype(np.intp): np.uintp}
+
+
 def check_range(launch: Launch, what: str, values: np.ndarray, limit: int) -> None:
-    if np.count_nonzero((values < 0) | (values >= limit)):  # `any` is Python inside
+    """`values` int32 or intp [n]."""
+    unsigned = values.view(_UNSIGNED[values.dtype])  # negative ones are large
+    if np.count_nonzero(unsigned >= limit):  # `any` is Python inside
         raise ValueError(
             f"launch {launch.number}: {what} must be at least 0 and below {limit}, not {values.min()} to {values.max()}"
         )

@@ -14,7 +14,7 @@ class PageWrites:
     twice (debug)."""
 
     def __init__(self, rows: int, entries: int, pages: int, distinct: bool) -> None:
-        self._limits = np.array([[rows], [entries], [pages]], np.uint32)
+        self._limits = {"slot": rows, "index": entries, "page": pages}
         self._distinct = distinct
 
     def split(self, launch: Launch, room: int) -> tuple[list[np.ndarray], np.ndarray]:
@@ -31,9 +31,8 @@ class PageWrites:
 
     def _check(self, launch: Launch) -> None:
         writes = launch.page_writes
-        if np.count_nonzero(writes.view(np.uint32) >= self._limits):
-            for name, values, (limit,) in zip(("slot", "index", "page"), writes, self._limits.tolist()):
-                check_range(launch, f"page_writes: {name}", values, limit)
+        for (name, limit), values in zip(self._limits.items(), writes):
+            check_range(launch, f"page_writes: {name}", values, limit)
         if not self._distinct:
             return
         # An entry named twice with the same page is harmless; with two pages the order of a scatter would decide.
