@@ -103,7 +103,7 @@ def pack_sample(layout: Layout, launch: Launch, mask: np.ndarray | None) -> np.n
 def next_packed(layout: Layout, fields: dict[str, Any], xp: Any) -> Any:
     """A decode step's array one step later, if its rows stay and take no page: every length one up. `xp` is numpy or
     jax.numpy; host and device get the same."""
-    lens = fields["seq_lens"] + (fields["slots"] > 0)
+    lens = fields["seq_lens"] + xp.minimum(fields["slots"], 1)  # 0 for padding
     return xp.concatenate([fields["slots"], lens, xp.zeros(math.prod(layout.shapes["page_writes"]), xp.int32)])
 
 

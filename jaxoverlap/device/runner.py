@@ -41,7 +41,7 @@ class _Resident:
     """The packed array on the device of the decode step to come, should rows stay and take no page."""
 
     program: Program
-    expected: np.ndarray
+    expected: bytes
     array: jax.Array
 
 
@@ -170,7 +170,7 @@ class JaxRunner:
             handle.send_back(outputs)
             if outputs.again is not None:
                 expected = next_packed(program.layout, program.layout.fields(packed), np)
-                self._resident = _Resident(program, expected, outputs.again)
+                self._resident = _Resident(program, expected.tobytes(), outputs.again)
             return [handle]
         self._state, handle.logits, hidden = self._call(program, self._weights, self._state, packed)
         logits, _ = handle.logits
@@ -278,7 +278,7 @@ class JaxRunner:
     def _resident_or(self, program: Program, packed: np.ndarray) -> np.ndarray | jax.Array:
         """What is on the device already, where it equals `packed`: then nothing goes up."""
         there = self._resident
-        if there is not None and there.program is program and np.array_equal(there.expected, packed):
+        if there is not None and there.program is program and there.expected == packed.tobytes():
             return there.array
         return packed
 
