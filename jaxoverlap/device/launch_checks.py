@@ -7,7 +7,6 @@ import numpy as np
 from jaxoverlap.core import Launch
 from jaxoverlap.device.step import FAULT_NONE, FAULT_UNWRITTEN
 
-
 _UNSIGNED = {np.dtype(np.int32): np.uint32, np.dtype(np.intp): np.uintp}
 
 
