@@ -148,16 +148,15 @@ def decode_times(model: Decoder, batches: Sequence[int], context: int, turns: in
 
 
 def _decode_time(runner: JaxRunner, batch: int, context: int, pages: int, turns: int) -> float:
-    slots = np.arange(1, batch + 1, dtype=np.int32)
-    index = np.arange(pages, dtype=np.int32)
-    own = ((slots[:, None] - 1) * pages + index + 1).astype(np.int32)
-    writes = np.stack([np.repeat(slots, pages), np.tile(index, batch), own.ravel()])
+    slots, index = np.arange(1, batch + 1), np.arange(pages)
+    own = (slots[:, None] - 1) * pages + index + 1
+    writes = np.stack([np.repeat(slots, pages), np.tile(index, batch), own.ravel()]).astype(np.int32)
     number = 0
 
     def step(writes: np.ndarray) -> Any:
         nonlocal number
         number += 1
-        lens = np.full(batch, context + number, np.int32)
+        lens = np.full(batch, context + number)
         epochs = np.zeros(batch, np.int64)
         launch = Launch(number, ForwardMode.DECODE, [], slots, epochs, lens, None, None, None, 0, writes)
         return runner.launch([launch])[0]

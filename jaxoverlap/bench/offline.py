@@ -103,7 +103,7 @@ def engine_steps(engine: Engine, prompts: np.ndarray, steps: int) -> tuple[list[
     """Seconds of the decode steps of `prompts` int [B, P] together, as the caller sees its last row's results come,
     and the tokens, int [B, steps]."""
     engine.flush_cache()
-    params = {"max_new_tokens": steps, "temperature": 0.0, "ignore_eos": True}
+    params = {"max_new_tokens": steps, "temperature": 0.0, "ignore_eos": True, "stream_interval": 1}
     tokens = np.zeros((len(prompts), steps), np.int64)
     seen = []
     for result in engine.generate(input_ids=prompts.tolist(), sampling_params=params, stream=True):
@@ -139,13 +139,15 @@ def decode_steps(engine: Engine, model: Decoder, other: Any, batch: int, steps: 
     same = steps
     ratios: list[float] = []
     traced: list[float] = []
+    # The first run is slower, and compiles where nothing is warmed up.
+    engine_steps(engine, rng.integers(3, model.config.vocab_size, (batch, STEP_PROMPT)), steps)
     for i in range(ROUNDS):
         report(f"decode steps, batch {batch}", i, ROUNDS)
         prompts = rng.integers(3, model.config.vocab_size, (batch, STEP_PROMPT))
-        plain = engine_steps(engine, prompts, steps)[0] if i % 2 else []  # first or last, so that a drift cancels out
+        plain = engine_steps(engine, prompts, steps)[0] if i % 2 else []  # in turn first and second
         seconds, seen, tokens = traced_steps(engine, prompts, steps)
-        by_hand = fused.time(first, STEP_PROMPT, steps)
         plain = plain or engine_steps(engine, prompts, steps)[0]
+        by_hand = fused.time(first, STEP_PROMPT, steps)
         times["step"] += seconds
         times["hand_written"] += by_hand
         if seconds:

@@ -31,7 +31,7 @@ class PageWrites:
 
     def _check(self, launch: Launch) -> None:
         writes = launch.page_writes
-        for (name, limit), values in zip(self._limits.items(), writes):
+        for (name, limit), values in zip(self._limits.items(), writes, strict=True):
             check_range(launch, f"page_writes: {name}", values, limit)
         if not self._distinct:
             return

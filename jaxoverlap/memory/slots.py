@@ -1,8 +1,8 @@
 """The slot table: every number of a resident request, as NumPy columns indexed by slot.
 
 A turn works on these columns with the batch's array of slots, not on requests one by one. Row 0 is the padding row.
-Slots, lengths and places are np.intp, one array indexes at a time, and no ufunc writes into its input: each of the
-other ways takes NumPy 0.1-0.2 ms once a turn where a model on the CPU has emptied the caches (BUILD_NOTES.md, Host).
+Slots, lengths and places are np.intp; in a decode turn one array indexes at a time, and no operator works in place.
+NumPy's other ways cost a turn 0.1-0.2 ms where a model has emptied the caches (BUILD_NOTES.md, Cold caches).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SlotTable:
         self.epoch = np.zeros(rows, np.int64)  # moves on when the slot is freed
         self.stop_ids = np.full((rows, 4), NO_STOP, np.int32)
         self.stream = np.zeros(rows, bool)
-        self.stream_interval = np.ones(rows, np.int32)
+        self.stream_interval = np.ones(rows, np.intp)
         self.by_hand = np.zeros(rows, bool)  # stops by text, grammar or a pending abort: Python looks at each token
         self._free = deque(range(1, rows))
         self._writes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -171,7 +171,8 @@ class SlotTable:
         return self._flat_tokens[rows.starts + (lens - 1)]
 
     def set_pages(self, slots: np.ndarray, index: np.ndarray, pages: np.ndarray) -> None:
-        """page_table[slots, index] = pages, and the change goes to the device with the next launch."""
+        """page_table[slots, index] = pages, and the change goes to the device with the next launch. Each index lies
+        within its row: nothing checks it here."""
         self._flat_page_table[slots * self.page_table.shape[1] + index] = pages
         self._writes.append((slots, index, pages))
 

@@ -160,20 +160,18 @@ def request(rid="a"):
 def prefill(number=1, slot=1, pages=(3, 4, 5, 6, 7, 8), **more):
     n = len(pages)
     writes = np.array([[slot] * n, range(n), pages], np.int32)
-    i32 = lambda *v: np.array(v, np.int32)  # noqa: E731
     return Launch(
-        number=number, mode=ForwardMode.EXTEND, requests=[request()], slots=i32(slot), epochs=np.zeros(1, np.int64),
-        seq_lens=i32(2), extend_lens=i32(2), prefix_lens=i32(0), input_ids=i32(5, 6), num_decoding=0,
-        page_writes=writes, **more,
+        number=number, mode=ForwardMode.EXTEND, requests=[request()], slots=np.array([slot]),
+        epochs=np.zeros(1, np.int64), seq_lens=np.array([2]), extend_lens=np.array([2]), prefix_lens=np.array([0]),
+        input_ids=np.array([5, 6], np.int32), num_decoding=0, page_writes=writes, **more,
     )  # fmt: skip
 
 
 def decode(number, seq_len, slot=1, **more):
-    i32 = lambda *v: np.array(v, np.int32)  # noqa: E731
     return Launch(
-        number=number, mode=ForwardMode.DECODE, requests=[request()], slots=i32(slot), epochs=np.zeros(1, np.int64),
-        seq_lens=i32(seq_len), extend_lens=None, prefix_lens=None, input_ids=None, num_decoding=0,
-        page_writes=NO_WRITES, **more,
+        number=number, mode=ForwardMode.DECODE, requests=[request()], slots=np.array([slot]),
+        epochs=np.zeros(1, np.int64), seq_lens=np.array([seq_len]), extend_lens=None, prefix_lens=None, input_ids=None,
+        num_decoding=0, page_writes=NO_WRITES, **more,
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class World:
 
     def decode(self, r, token):
         """The token sampled last is appended; then a step writes it."""
-        slot = np.array([r.slot], np.int32)
+        slot = np.array([r.slot])
         self.table.append(slot, np.array([token], np.int32), None)
         self.kv.decode(slot)
         self.cells[self.cell(r, len(self.ids(r)) - 1)] = token
@@ -122,7 +122,7 @@ def test_tokens_for_decode_from_6_tokens_on(page, want):
     r = w.admit(range(6))
     got = []
     for token in range(9):
-        before, asked = w.free, w.kv.tokens_for_decode(np.array([r.slot], np.int32))
+        before, asked = w.free, w.kv.tokens_for_decode(np.array([r.slot]))
         w.decode(r, token)
         assert before - w.free == asked
         got.append(asked)
@@ -190,9 +190,9 @@ def test_a_release_caches_what_was_committed(page):
     """A row that has been given a place for a token that nobody knows yet keeps it out of the tree."""
     w = World(page, pool_pages=64)
     r = w.admit(range(16))
-    w.table.append(np.array([r.slot], np.int32), np.array([7], np.int32), None)
-    w.kv.decode(np.array([r.slot], np.int32))
-    w.kv.decode(np.array([r.slot], np.int32))
+    w.table.append(np.array([r.slot]), np.array([7], np.int32), None)
+    w.kv.decode(np.array([r.slot]))
+    w.kv.decode(np.array([r.slot]))
     w.release(r)
     w.check()
     assert w.cached == down(17, page)
@@ -292,7 +292,7 @@ def test_verify_reserves_places_behind_the_committed_ones(page):
     want = [up(end, page) - up(start, page) for start, end in ((6, 12), (12, 17), (17, 21))]
     w = World(page, bigram=True)
     r = w.admit(range(6))
-    slot = np.array([r.slot], np.int32)
+    slot = np.array([r.slot])
     got = []
     for accepted in (5, 4, 3):
         before, need = w.free, w.kv.tokens_for_verify(slot, 6)

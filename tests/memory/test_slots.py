@@ -21,6 +21,10 @@ def i32(*values):
     return np.array(values, np.int32)
 
 
+def at(*slots_or_places):
+    return np.array(slots_or_places, np.intp)
+
+
 def test_attach_writes_the_row():
     table = SlotTable(2, 16, 4)
     r = request(stream=True, stop_ids=(2, 9))
@@ -61,19 +65,19 @@ def test_outputs_survive_the_slot_and_come_back():
     table = SlotTable(1, 16, 1)
     r, other = request(), request("b", prompt=(8,))
     table.attach(r, 1)
-    table.append(i32(r.slot), i32(50), np.array([-0.5], np.float32))
-    table.append(i32(r.slot), i32(51), np.array([-1.5], np.float32))
+    table.append(at(r.slot), i32(50), np.array([-0.5], np.float32))
+    table.append(at(r.slot), i32(51), np.array([-1.5], np.float32))
     epoch = table.epoch[1]
     table.detach(r)
     assert table.epoch[1] == epoch + 1
     assert (r.slot, r.table) == (0, None)
     table.attach(other, 1)
     assert other.output_len == 0
-    table.append(i32(other.slot), i32(60), None)
+    table.append(at(other.slot), i32(60), None)
     table.detach(other)
     assert r.output_ids.tolist() == [50, 51]
     table.attach(r, 1)
-    table.append(i32(r.slot), i32(52), np.array([-2.5], np.float32))
+    table.append(at(r.slot), i32(52), np.array([-2.5], np.float32))
     assert r.output_ids.tolist() == [50, 51, 52]
     assert r.output_logprobs.tolist() == [-0.5, -1.5, -2.5]
 
@@ -83,7 +87,7 @@ def test_append_touches_the_given_rows_only():
     rows = [request(rid, prompt=range(n, 2 * n)) for rid, n in zip("abc", (2, 5, 3))]
     for r in rows:
         table.attach(r, 1)
-    table.append(i32(3, 1), i32(70, 71), None)
+    table.append(at(3, 1), i32(70, 71), None)
     assert [r.output_ids.tolist() for r in rows] == [[71], [], [70]]
     assert table.output_logprobs(3).tolist() == [0.0]
 
@@ -92,10 +96,10 @@ def test_an_old_logprob_does_not_reach_the_next_owner():
     table = SlotTable(1, 8, 1)
     a, b = request("a"), request("b")
     table.attach(a, 1)
-    table.append(i32(1), i32(50), np.array([-3.0], np.float32))
+    table.append(at(1), i32(50), np.array([-3.0], np.float32))
     table.detach(a)
     table.attach(b, 1)
-    table.append(i32(1), i32(50), np.array([-4.0], np.float32))
+    table.append(at(1), i32(50), np.array([-4.0], np.float32))
     assert b.output_logprobs.tolist() == [-4.0]
 
 
@@ -124,9 +128,9 @@ def test_which_rows_python_looks_at(more, by_hand):
 
 def test_page_writes_carry_the_last_page_of_an_entry():
     table = SlotTable(2, 16, 4)
-    table.set_pages(i32(1, 1), i32(0, 1), i32(7, 8))
-    table.set_pages(i32(2), i32(0), i32(9))
-    table.set_pages(i32(1), i32(1), i32(5))
+    table.set_pages(at(1, 1), at(0, 1), i32(7, 8))
+    table.set_pages(at(2), at(0), i32(9))
+    table.set_pages(at(1), at(1), i32(5))
     writes = table.take_page_writes()
     assert writes.dtype == np.int32
     assert writes.T.tolist() == [[1, 0, 7], [1, 1, 5], [2, 0, 9], [1, 1, 5]]
@@ -144,7 +148,7 @@ def test_page_writes_keep_a_copy_in_step(slots, steps):
             r = waiting.pop(0)
             table.attach(r, 1)
             assert r.slot == free.popleft()
-            table.set_pages(np.full(n, r.slot, np.int32), np.arange(n, dtype=np.int32), np.arange(n) + 10 * r.slot + n)
+            table.set_pages(np.full(n, r.slot), np.arange(n), np.arange(n) + 10 * r.slot + n)
             residents.append(r)
         elif kind == "g" and residents:
             r = residents.pop(n % len(residents))
@@ -164,7 +168,7 @@ def test_gathered_rows_follow_the_table():
     a, b = request("a", stop_ids=(2, 9), stream=True), request("b", prompt=(8,), max_new=6, stream=True)
     table.attach(a, 1)
     table.attach(b, 1)
-    slots = i32(2, 1)
+    slots = at(2, 1)
     epochs = table.epoch[slots]
     rows = table.rows(slots, epochs)
     assert table.rows(slots, epochs) is rows
@@ -182,12 +186,12 @@ def test_gathered_rows_follow_the_table():
     assert not rows.all_live
     table.attach(request("c", stream=True), 2)
     table.attach(request("d"), 1)
-    one = i32(3)
+    one = at(3)
     assert not table.rows(one, table.epoch[one]).streams_each  # every second token only
-    other = i32(2)
+    other = at(2)
     rows = table.rows(other, table.epoch[other])
     assert rows.streams_none
-    assert table.rows(i32(2), rows.epochs) is not rows
+    assert table.rows(at(2), rows.epochs) is not rows
 
 
 @given(st.lists(st.lists(st.sampled_from([1, 2, 3]), unique=True, min_size=1), min_size=1, max_size=8))
@@ -197,7 +201,7 @@ def test_append_rows_is_append_for_a_batch(batches):
     for rid, n in zip("abc", (2, 5, 3)):
         table.attach(request(rid, prompt=range(1, n + 1)), 1)
     for turn, batch in enumerate(batches):
-        slots = i32(*batch)
+        slots = at(*batch)
         tokens = slots * 10 + turn
         for slot, token in zip(batch, tokens.tolist()):
             lists[slot].append(token)
@@ -212,7 +216,7 @@ def test_append_rows_is_append_for_a_batch(batches):
 
 def test_the_writes_of_one_decode_step_are_a_copy():
     table = SlotTable(2, 16, 1)
-    slots, index, pages = i32(1, 2), i32(3, 4), i32(8, 9)
+    slots, index, pages = at(1, 2), at(3, 4), i32(8, 9)
     table.set_pages(slots, index, pages)
     writes = table.take_page_writes()
     assert writes.tolist() == [[1, 2], [3, 4], [8, 9]]
