@@ -42,9 +42,9 @@ class Loop:
         self.tickets: dict[str, Ticket] = {}  # of unfinished requests
         self.is_paused = False
         self.failure: BaseException | str | None = None
+        self.recorder: Recorder | None = None  # of the turns to come, in the driver's place
         self._waiters: dict[threading.Condition, Done] = {}
         self._held: dict[str, list[Ticket]] = {}  # by the id that they wait for
-        self._recorder: Recorder | None = None  # of the turns to come, in the driver's place
         self._driver_thread: int | None = None  # who turns the loop
         self._in_turn = False
         self._turns = 0
@@ -72,17 +72,11 @@ class Loop:
     def record(self, recorder: Recorder | None) -> None:
         """From the next turn on; None ends it. Raises RuntimeError while another one records."""
         with self.lock:
-            if recorder is not None and self._recorder is not None:
+            if recorder is not None and self.recorder is not None:
                 raise RuntimeError("one trace at a time: another one is being recorded")
-            self._recorder = recorder
+            self.recorder = recorder
             if not self._in_turn:
                 self.scheduler.watch = recorder
-
-    def deliver(self, begin: float, end: float) -> None:
-        """A caller was given a result (`time.perf_counter`)."""
-        recorder = self._recorder
-        if recorder is not None:
-            recorder.deliver(begin, end)
 
     def drive(self, done: Done) -> None:
         """Turns the loop, or sleeps while another thread does or while paused, until `done`."""
@@ -194,7 +188,7 @@ class Loop:
                 self.check_alive()
                 self._check_progress()
                 self._in_turn, self._poked = True, False
-                recorder = self._recorder
+                recorder = self.recorder
                 if self.scheduler.watch is not recorder:
                     self.scheduler.watch = recorder
             (recorder or self.driver).turn(self.scheduler.turn())

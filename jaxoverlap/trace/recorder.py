@@ -92,7 +92,7 @@ class Recorder(Driver):
         self._log += (CAUSE, cause)
 
     def deliver(self, begin: float, end: float) -> None:
-        """A caller was given a result. From any thread."""
+        """A caller was given a result (`time.perf_counter`). From any thread."""
         self._delivered += (begin, end)
 
     def launch(self, ask: Launch) -> Any:
