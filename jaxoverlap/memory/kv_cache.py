@@ -106,7 +106,7 @@ class KVCache:
             end = max(start, int(self.slots.committed_len[slot]) + reserve)
             self._grow(slot, start, end)
             self.slots.allocated_len[slot] = end
-        self.slots.committed_len[slots] += 1
+        self.slots.committed_len[slots] = self.slots.committed_len[slots] + 1
 
     # the ways back
 

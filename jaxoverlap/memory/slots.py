@@ -1,8 +1,8 @@
 """The slot table: every number of a resident request, as NumPy columns indexed by slot.
 
 A turn works on these columns with the batch's array of slots, not on requests one by one. Row 0 is the padding row.
-Slots, lengths and places are np.intp; in a decode turn one array indexes at a time, and no operator works in place.
-NumPy's other ways cost a turn 0.1-0.2 ms where a model has emptied the caches (BUILD_NOTES.md, Cold caches).
+Slots, lengths and places are np.intp; one array indexes at a time, and no operator works in place. NumPy's other ways
+cost a turn 0.1-0.2 ms where a model has emptied the caches (BUILD_NOTES.md, Cold caches).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class SlotTable:
             version=self.version,
             live=live,
             all_live=bool(live.all()),
-            starts=slots * self.tokens.shape[1] + self.prompt_len[slots],
+            starts=self._starts(slots),
             caps=self.max_new[slots],
             stops=tuple(np.ascontiguousarray(ids) for ids in stops.T if (ids != NO_STOP).any()),
             by_hand=by_hand if some_by_hand else None,
@@ -149,22 +149,11 @@ class SlotTable:
 
     def append(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray | None) -> None:
         """One more output token for each row; `slots` intp [n], `tokens` int32 [n], `logprobs` float32 [n]."""
-        at = self.prompt_len[slots] + self.output_len[slots]
-        self.tokens[slots, at] = tokens
-        if logprobs is not None:
-            self.logprobs[slots, at] = logprobs
-        self.output_len[slots] += 1
+        self._append(slots, self._starts(slots), tokens, logprobs)
 
     def append_rows(self, rows: Rows, tokens: np.ndarray, logprobs: np.ndarray | None) -> np.ndarray:
         """`append` for a batch; returns intp [B], the output tokens that each row then has."""
-        lens = self.output_len[rows.slots]
-        at = rows.starts + lens
-        self._flat_tokens[at] = tokens
-        if logprobs is not None:
-            self._flat_logprobs[at] = logprobs
-        lens = lens + 1
-        self.output_len[rows.slots] = lens
-        return lens
+        return self._append(rows.slots, rows.starts, tokens, logprobs)
 
     def last_tokens(self, rows: Rows, lens: np.ndarray) -> np.ndarray:
         """int32 [B]: each row's output token number `lens`, counted from 1."""
@@ -173,7 +162,7 @@ class SlotTable:
     def set_pages(self, slots: np.ndarray, index: np.ndarray, pages: np.ndarray) -> None:
         """page_table[slots, index] = pages, and the change goes to the device with the next launch. Each index lies
         within its row: nothing checks it here."""
-        self._flat_page_table[slots * self.page_table.shape[1] + index] = pages
+        self._flat_page_table[self._entries(slots, index)] = pages
         self._writes.append((slots, index, pages))
 
     def take_page_writes(self) -> np.ndarray:
@@ -187,10 +176,28 @@ class SlotTable:
         else:
             slots = np.concatenate([w[0] for w in writes])
             index = np.concatenate([w[1] for w in writes])
-            pages = self.page_table[slots, index]
+            pages = self._flat_page_table[self._entries(slots, index)]
         out = np.empty((3, len(slots)), np.int32)
         out[0], out[1], out[2] = slots, index, pages
         return out
+
+    def _append(
+        self, slots: np.ndarray, starts: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray | None
+    ) -> np.ndarray:
+        lens = self.output_len[slots]
+        at = starts + lens
+        self._flat_tokens[at] = tokens
+        if logprobs is not None:
+            self._flat_logprobs[at] = logprobs
+        lens = lens + 1
+        self.output_len[slots] = lens
+        return lens
+
+    def _starts(self, slots: np.ndarray) -> np.ndarray:
+        return slots * self.tokens.shape[1] + self.prompt_len[slots]
+
+    def _entries(self, slots: np.ndarray, index: np.ndarray) -> np.ndarray:
+        return slots * self.page_table.shape[1] + index
 
     def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
         if len(ids) > STOP_COLUMNS:  # one request's list must not widen every row's: Python looks at each of its tokens

@@ -126,7 +126,7 @@ def process_verify(s: Scheduler, launch: Launch, result: StepResult) -> None:
         for j, token in enumerate(run):
             logprobs = None if result.logprobs is None else result.logprobs[i, j : j + 1]
             table.append(slot, np.array([token], np.int32), logprobs)
-        table.committed_len[slot] += len(run) - 1
+        table.committed_len[slot] = table.committed_len[slot] + (len(run) - 1)
         s.counters.output_tokens += len(run)
         s.row("committed", r, run)
         finish = find_finish(s, r, len(run))
