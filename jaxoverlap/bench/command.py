@@ -26,6 +26,8 @@ MOST_RANKS = 64
 MOST_ROWS = 16384
 MOST_WAITING = 1_000_000
 MOST_STEP_MS = 10_000.0
+MOST_SCALE = 1000.0
+LEAST_LOAD, MOST_LOAD = 0.01, 1000.0  # a lower one is waited for in vain
 MOST_RATIO = 100.0
 LONGEST_COMPOSE = 100_000  # turns
 FEWEST_TURNS = 4  # that give a median
@@ -99,6 +101,7 @@ def _add(benches: Any, name: str, about: str, run: Callable[[argparse.Namespace]
 def run_host(args: argparse.Namespace) -> int:
     check_json_flag(args)
     longest = (host.CONTEXT - host.PROMPT - host.WARM_UP - 64) // 2
+    _at_least("--turns", host.SHORTEST_ROUND, args.turns)
     _at_most("--turns", longest, args.turns)
     _at_most("--batch", MOST_ROWS, *args.batch)
     _at_most("--waiting", MOST_WAITING, args.waiting)
@@ -155,7 +158,10 @@ def run_launch(args: argparse.Namespace) -> int:
 def run_offline(args: argparse.Namespace) -> int:
     check_json_flag(args)
     _at_most("--requests", ARRIVALS, args.requests)
-    _at_least_turns(args)
+    _at_most("--scale", MOST_SCALE, args.scale)
+    _at_least("--load", LEAST_LOAD, args.load)
+    _at_most("--load", MOST_LOAD, args.load)
+    _at_least("--turns", FEWEST_TURNS, args.turns)
     if args.grammar_share is not None:
         return run_grammars(args)
     config = _model_config(args, max(256, 48 + args.turns))
@@ -203,6 +209,7 @@ def run_grammars(args: argparse.Namespace) -> int:
 def _model_config(args: argparse.Namespace, length: int, grammar_backend: str = "none") -> EngineConfig:
     """For `args.batch` and requests of up to `length` tokens."""
     batch = max(args.batch)
+    _at_most("--batch", MOST_ROWS, batch)
     config = read_config(args, max_running_requests=batch, context_length=length, grammar_backend=grammar_backend)
     page = config.page_size
     if config.device == "simulated":
@@ -223,14 +230,14 @@ def _model_config(args: argparse.Namespace, length: int, grammar_backend: str = 
 
 
 def _check_simulated(args: argparse.Namespace) -> None:
-    _at_least_turns(args)
+    _at_least("--turns", FEWEST_TURNS, args.turns)
     _at_most("--turns", host.CONTEXT // 2, args.turns)
     _at_most("--step-ms", MOST_STEP_MS, args.step_ms)
 
 
-def _at_least_turns(args: argparse.Namespace) -> None:
-    if args.turns < FEWEST_TURNS:
-        raise UsageError(f"--turns must be at least {FEWEST_TURNS}, not {args.turns}")
+def _at_least(flag: str, least: float, value: float) -> None:
+    if value < least:
+        raise UsageError(f"{flag} must be at least {least}, not {value}")
 
 
 def _at_most(flag: str, most: float, *values: float) -> None:
@@ -241,7 +248,7 @@ def _at_most(flag: str, most: float, *values: float) -> None:
 
 def run_compose(args: argparse.Namespace) -> int:
     check_json_flag(args)
-    _at_least_turns(args)
+    _at_least("--turns", FEWEST_TURNS, args.turns)
     _at_most("--turns", LONGEST_COMPOSE, args.turns)
     rows = compose.measure(args.policy, args.turns)
     compose.show(console(args), rows, args.policy)

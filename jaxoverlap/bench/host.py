@@ -29,6 +29,7 @@ from jaxoverlap.trace.recorder import Recorder
 
 PROMPT, CONTEXT, VOCAB, TOKEN = 16, 4096, 32000, 77
 WARM_UP = 20  # turns
+ROUNDS, SHORTEST_ROUND = 20, 10  # a round: so many turns without tracing, then as many with it
 STEP_MS = 1.0  # of the device that is not free: a decode step of a small model on a large GPU
 PARTS = ("receive", "compose", "launch", "process", "stream")
 SGLANG_US = {1: (400.0, 690.0), 32: (840.0, 1040.0), 256: (2700.0, 3000.0)}
@@ -170,8 +171,8 @@ class Side:
 def measure(batches: Sequence[int], waiting: int = 0, turns: int = 1000, report: Report = silent) -> dict[str, Any]:
     """{batch: figures} for `bench host`. All sides take turns with each other, so that a slow moment of the machine
     hits all alike; with `waiting`, each batch is also measured without ("turn_us_none_waiting")."""
-    rounds = 20
-    turns = max(turns // rounds, 10)
+    rounds = min(ROUNDS, turns // SHORTEST_ROUND)
+    turns //= rounds
     total = WARM_UP + 2 * rounds * turns
     sides = [Side.make(batch, n, total) for batch in batches for n in ([waiting, 0] if waiting else [0])]
     sides += [Side.make(batch, 0, total, STEP_MS) for batch in batches]
